@@ -1,0 +1,169 @@
+"""Settings of a cluster: one YAML file, checked when it is read.
+
+Each section is a frozen object that one room takes. Values may name environment variables as ``${NAME}``; relative model
+paths are taken from the settings file's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from outrider.core.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RedisConfig(_Section):
+    """Where Redis is. Without a URL a redis-server is started on this machine."""
+
+    url: str | None = None
+
+
+class RayConfig(_Section):
+    """Which Ray cluster hosts the actors. Without an address a local one is started."""
+
+    address: str | None = None
+    # CPUs that a local cluster offers; None lets Ray count them.
+    num_cpus: PositiveInt | None = None
+
+
+class EngineConfig(_Section):
+    """One model and its cache: what target and draft have in common."""
+
+    # Folder of a causal LM in Hugging Face format.
+    model: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Positions of the longest sequence; None takes the model's own limit.
+    max_model_len: PositiveInt | None = None
+    # Positions in a KV block.
+    block_size: PositiveInt = 16
+    # KV blocks on each rank; None takes what max_num_seqs sequences of an eighth of the context need.
+    num_kv_blocks: PositiveInt | None = None
+    # Rows of one forward pass.
+    max_num_batched_tokens: PositiveInt = 256
+    # Threads of each rank; None shares the machine's cores among the ranks on it.
+    num_threads: PositiveInt | None = None
+
+
+class TargetConfig(EngineConfig):
+    """The model whose text is wanted."""
+
+    tensor_parallel_size: PositiveInt = 1
+    # How ranks lie on nodes: Ray's placement group strategies.
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    # Custom Ray resources that each rank asks for, such as {"target": 1}: ties ranks to nodes.
+    resources: dict[str, float] = Field(default_factory=dict)
+    # A step that takes longer stops the group.
+    step_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class DraftConfig(EngineConfig):
+    """A pool of draft workers."""
+
+    name: Name = "draft"
+    replicas: PositiveInt = 1
+    draft_tensor_parallel_size: Literal[1] = 1
+    placement: Literal["any", "sameNode", "remote"] = "any"
+    resources: dict[str, float] = Field(default_factory=dict)
+    # Entries of a q row that are sampled from and sent.
+    top_m: PositiveInt = 64
+    # Most tokens of one proposal.
+    max_num_tokens: PositiveInt = 16
+
+
+class RouterConfig(_Section):
+    """The process that clients talk to."""
+
+    # Address to listen on; port 0 takes a free one.
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    # Requests that wait while max_num_seqs run; one more is refused.
+    max_queue: PositiveInt = 256
+    max_num_seqs: PositiveInt = 64
+    # Applied where a request names no deadline.
+    default_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+
+class SpeculationConfig(_Section):
+    """Defaults of speculation; the first two can change while the server runs."""
+
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = 4
+    # For requests that sample and name no verifier.
+    verifier: Literal["coupled", "rejection"] = "coupled"
+
+
+class ClusterConfig(_Section):
+    """Everything that `outrider up -f FILE` reads."""
+
+    cluster: Name = "outrider"
+    redis: RedisConfig = RedisConfig()
+    ray: RayConfig = RayConfig()
+    target: TargetConfig
+    drafts: tuple[DraftConfig, ...] = ()
+    router: RouterConfig = RouterConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> ClusterConfig:
+        names = [draft.name for draft in self.drafts]
+        if len(set(names)) != len(names):
+            raise ValueError("drafts: each needs a name of its own")
+        return self
+
+
+def load_config(path: Path) -> ClusterConfig:
+    """Read and check a settings file. Raises ``ConfigError`` in one line that names the field."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
+    return parse_config(text, base=path.resolve().parent, source=str(path))
+
+
+def parse_config(text: str, *, base: Path, source: str = "settings") -> ClusterConfig:
+    """Check settings given as YAML text; ``base`` is the folder that relative model paths start from."""
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} must hold a mapping with at least the section 'target'")
+    data = _expand(data, source)
+    for section in [data.get("target"), *(data.get("drafts") or [])]:
+        if isinstance(section, dict) and isinstance(section.get("model"), str):
+            section["model"] = str((base / section["model"]).resolve())
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ConfigError(f"{source}: {field}: {first['msg']} (got {first['input']!r:.80})") from error
+
+
+def _expand(value: Any, source: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _expand(item, source) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expand(item, source) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def variable(match: re.Match[str]) -> str:
+        try:
+            return os.environ[match[1]]
+        except KeyError:
+            raise ConfigError(f"{source} uses ${{{match[1]}}}, but that environment variable is not set") from None
+
+    return re.sub(r"\$\{(\w+)\}", variable, value)

@@ -1,0 +1,67 @@
+"""Every exception that Outrider raises on purpose.
+
+::
+
+    OutriderError
+    ├── InvalidRequest      a field of a request is wrong           gRPC INVALID_ARGUMENT
+    ├── Overloaded          the queue is full                       gRPC RESOURCE_EXHAUSTED
+    ├── Unavailable         a process that is needed does not answer gRPC UNAVAILABLE
+    ├── DeadlineExceeded    the request ran out of time             gRPC DEADLINE_EXCEEDED
+    ├── Conflict            the request id is in use                gRPC ALREADY_EXISTS
+    ├── NotFound            no such request                         gRPC NOT_FOUND
+    ├── GenerationFailed    the target could not produce a token    gRPC INTERNAL
+    ├── ConfigError         the settings file or environment is wrong
+    └── GroupError          a target group cannot go on
+"""
+
+
+class OutriderError(Exception):
+    """Base of all errors of Outrider. ``str(error)`` is one line that says what is wrong and what to do."""
+
+
+class InvalidRequest(OutriderError):
+    """A field of a request is wrong.
+
+    Attributes:
+        field: the field as the client spelt it, such as ``sampling.top_p``.
+        value: what was given.
+        limit: what is allowed, in words.
+    """
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        self.field = field
+        self.value = value
+        self.limit = limit
+        super().__init__(f"{field} is {value!r}, but must be {limit}")
+
+
+class Overloaded(OutriderError):
+    """The queue is full; try again later."""
+
+
+class Unavailable(OutriderError):
+    """A process that the request needs does not answer."""
+
+
+class DeadlineExceeded(OutriderError):
+    """The request ran out of time."""
+
+
+class Conflict(OutriderError):
+    """The request id is in use by a request that runs."""
+
+
+class NotFound(OutriderError):
+    """No request of that id is known."""
+
+
+class GenerationFailed(OutriderError):
+    """The target could not produce a token for this request."""
+
+
+class ConfigError(OutriderError):
+    """The settings or the environment are wrong."""
+
+
+class GroupError(OutriderError):
+    """A target group cannot go on and must be rebuilt."""

@@ -1,0 +1,44 @@
+"""How one request samples, after every default was filled in."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Verifier(enum.IntEnum):
+    """How proposals are checked; the numbers are those of the protocol. See docs/exactness.md."""
+
+    GREEDY = 1
+    REJECTION = 2
+    COUPLED = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings that target and draft both apply, in this order: temperature, top-k, top-p.
+
+    Attributes:
+        temperature: at least 0; 0 means greedy.
+        top_k: keep that many most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose mass reaches it; in (0, 1].
+        seed: 64 bits; with ``choice`` the source of every random number of the request.
+        choice: index among the choices of one request.
+        verifier: GREEDY if and only if ``temperature`` is 0.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    choice: int = 0
+    verifier: Verifier = Verifier.COUPLED
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether verification needs the distribution that the draft sampled from."""
+        return self.verifier is Verifier.REJECTION
