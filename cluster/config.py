@@ -1,7 +1,7 @@
 """Settings of a cluster: one YAML file, checked when it is read.
 
-Each section is a frozen object that one room takes. Values may name environment variables as ``${NAME}``; relative model
-paths are taken from the settings file's folder.
+Each section is a frozen object that one room takes. Values may name environment variables as ``${NAME}``; relative
+model paths are taken from the settings file's folder.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class BlockPool:
                 self._free.append(block)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise ``AssertionError`` unless free + held = total and each block is in as many ``tables`` as it has references."""
+        """Raise ``AssertionError`` unless free + held = total, and each block has one reference for each table."""
         held: Counter[int] = Counter()
         for table in tables:
             if len(set(table)) != len(table):

@@ -80,7 +80,7 @@ def usable_suffix(proposal: Proposal, committed: HashedTokens) -> Proposal | Non
     """The part of a chain that still continues the committed text, or None.
 
     If ``j`` tokens were committed since the base and equal the first ``j`` proposed ones, the others may be verified:
-    the committed tokens were drawn without a look at them (docs/exactness.md, late proposals). Nothing is ever repaired.
+    the committed tokens were drawn without a look at them (docs/exactness.md, late proposals). Nothing is repaired.
     """
     skip = len(committed) - proposal.base_len
     if skip < 0 or skip >= len(proposal.tokens) or committed.hashes[proposal.base_len] != proposal.base_hash:
