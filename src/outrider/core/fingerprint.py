@@ -41,7 +41,7 @@ def read_vocab(model_dir: str | Path) -> dict[str, int]:
         raise ConfigError(f"the model folder {model_dir} holds no tokenizer.json")
     try:
         vocab: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every fault of a file
+    except Exception as error:  # the library raises bare Exception for every fault of a file
         raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
     if not vocab:
         raise ConfigError(f"the tokenizer {path} has no tokens")
