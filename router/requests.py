@@ -1,0 +1,195 @@
+"""What a scheduler is asked, what it answers, and what it knows about one request.
+
+Positions are absolute in prompt + output, counted from 0; times are seconds on the caller's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.core.prefix import HashedTokens
+from outrider.core.proposal import Proposal
+from outrider.core.sampling import Sampling, Verifier
+
+if TYPE_CHECKING:
+    from outrider.router.drafts import DraftSession
+    from outrider.router.policy import Throttle
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; the numbers are those of the protocol."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+    DEADLINE = 5
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request as the scheduler takes it, every default filled in.
+
+    Attributes:
+        generation: grows each time ``request_id`` is used again.
+        max_tokens: output tokens wanted; None takes as many as context and cache hold.
+        eos_token_ids: tokens at which the model ends its text.
+        stop_token_ids: further tokens that end the text.
+        stop: strings that end the text; matching them is the cutter's affair.
+        num_speculative_tokens: None takes the scheduler's setting; 0 means no speculation.
+        deadline: time at which the request is given up, or None.
+    """
+
+    request_id: str
+    generation: int
+    prompt_tokens: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    num_speculative_tokens: int | None = None
+    deadline: float | None = None
+
+
+class Cutter(Protocol):
+    """Finds stop strings in the output of one request, across the borders of tokens and rounds."""
+
+    def feed(self, tokens: Sequence[int]) -> tuple[int, str | None]:
+        """Take in committed output tokens.
+
+        Returns how many of ``tokens`` belong to the text and the stop string that was found, or None. The last token
+        kept is the one that completes the match. After a match the cutter is fed no more. EOS and stop tokens are not
+        fed: they carry no text.
+        """
+        ...
+
+
+class NoStops:
+    """The cutter of a request without stop strings."""
+
+    def feed(self, tokens: Sequence[int]) -> tuple[int, str | None]:
+        return len(tokens), None
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """What speculation did for one request. Nothing behind the end of its text is counted.
+
+    Attributes:
+        drafter: which kind of drafter made the proposals; empty if there were none.
+        num_spec_steps: rounds that had a proposal.
+        num_draft_tokens: proposed tokens that were verified.
+        num_accepted_tokens: those of them that became text.
+        acceptance_histogram: entry ``i`` counts rounds with a proposal that accepted exactly ``i`` tokens.
+        target_calls: target passes that committed tokens.
+        probability_bytes: bytes of q rows that went to the target.
+    """
+
+    verifier: Verifier
+    drafter: str = ""
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    target_calls: int = 0
+    probability_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a request ended.
+
+    Attributes:
+        matched_stop: the stop string that ended the text, or None.
+        stop_token: the EOS or stop token that ended the text (it is the last token), or None.
+        reproducible: whether the same request gives the same text again.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    speculation: SpeculationStats
+    matched_stop: str | None = None
+    stop_token: int | None = None
+    error_message: str = ""
+    reproducible: bool = False
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Tokens of one request that became permanent, and its end if they are the last ones.
+
+    Attributes:
+        position: position of ``tokens[0]``; the length of the text where ``tokens`` is empty.
+        proposal_id: the proposal that was verified, or 0.
+        num_accepted: how many of ``tokens`` it contributed.
+    """
+
+    request_id: str
+    generation: int
+    position: int
+    tokens: tuple[int, ...]
+    finish: Finished | None = None
+    proposal_id: int = 0
+    num_accepted: int = 0
+
+    @property
+    def base_len(self) -> int:
+        """Length of the text before this commit."""
+        return self.position
+
+
+@dataclass(eq=False)
+class Request:
+    """What the scheduler knows about a request that has not ended.
+
+    Attributes:
+        seq_id: the group's name for it while it runs; 0 while it waits.
+        text: committed tokens, prompt and output.
+        end_len: length at which the text ends whatever it says (``max_tokens``, context or cache).
+        kv_len: positions whose keys and values are valid.
+        blocks: its block table.
+        blocks_told: entries of ``blocks`` that the group knows.
+        introduced: whether the group has its sampling settings.
+        num_speculative_tokens: most tokens that a round verifies.
+        proposal: newest proposal that may still continue the text, as it came from draft ``proposal_draft``.
+        ended: set once the request is over; its step may still be in flight.
+    """
+
+    new: NewRequest
+    text: HashedTokens
+    end_len: int
+    num_speculative_tokens: int
+    cutter: Cutter
+    stats: SpeculationStats
+    throttle: Throttle
+    seq_id: int = 0
+    kv_len: int = 0
+    blocks: list[int] = field(default_factory=list)
+    blocks_told: int = 0
+    introduced: bool = False
+    proposal: Proposal | None = None
+    proposal_draft: str = ""
+    session: DraftSession | None = None
+    excluded_drafts: set[str] = field(default_factory=set)
+    num_lost_sessions: int = 0
+    draft_retry_at: float = 0.0
+    ended: bool = False
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.new.prompt_tokens)
+
+    @property
+    def num_missing(self) -> int:
+        """Committed tokens whose keys and values are not computed yet; 1 while it decodes."""
+        return len(self.text) - self.kv_len
+
+    @property
+    def num_useful_proposals(self) -> int:
+        """Most proposal tokens that can all be accepted: the round's own token must still fit behind them."""
+        return max(0, min(self.num_speculative_tokens, self.end_len - len(self.text) - 1))
