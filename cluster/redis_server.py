@@ -83,14 +83,21 @@ class RedisServer:
             raise RuntimeError("the redis-server was not started")
         return self._process.pid
 
-    def start(self, timeout_s: float = 15.0) -> None:
-        """Start it and wait until it answers. Raises ``ConfigError`` (none to start) or ``Unavailable``."""
+    def start(self, timeout_s: float = 15.0, *, port: int | None = None) -> None:
+        """Start it on ``port``, else on a free one, and wait until it answers.
+
+        Raises ``ConfigError`` if there is none to start, ``Unavailable`` if it does not come up.
+        """
         binary = find_redis_server()
         self._folder.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, self.ATTEMPTS + 1):
-            self.port = free_port(self._host)
+            self.port = port or free_port(self._host)
             self._process = subprocess.Popen(
-                self._command(binary), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                self._command(binary),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for the supervisor, which stops things in order
             )
             if self._answers_within(timeout_s):
                 return

@@ -1,0 +1,74 @@
+"""What is checked before a cluster starts, so that a mistake costs a second and not a model load."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from outrider.cluster.config import ClusterConfig, EngineConfig
+from outrider.core.errors import ConfigError
+from outrider.core.fingerprint import tokenizer_fingerprint
+
+
+def check_models(config: ClusterConfig) -> None:
+    """Raises ``ConfigError`` in one line that names the field: a missing or unusable model, tokenizers that differ.
+
+    Embeddings padded to different numbers of rows are no fault: only the tables of token ids must agree.
+    """
+    for field, engine in _engines(config):
+        check_model_folder(field, engine)
+    expected = tokenizer_fingerprint(config.target.model)
+    for field, engine in _engines(config):
+        found = tokenizer_fingerprint(engine.model)
+        if found != expected:
+            raise ConfigError(
+                f"{field}: the tokenizer of {engine.model} ({found}) is not that of the target "
+                f"{config.target.model} ({expected}); a draft needs the target's token table"
+            )
+
+
+def check_model_folder(field: str, engine: EngineConfig) -> None:
+    """Raises ``ConfigError`` if the folder is not that of a Hugging Face causal LM with its tokenizer and weights."""
+    folder = Path(engine.model)
+    if not folder.is_dir():
+        raise ConfigError(f"{field}: the model folder {folder} does not exist")
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{field}: {folder} holds no {name}, so it is no model folder in Hugging Face format")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise ConfigError(f"{field}: {folder} holds no weights (*.safetensors)")
+    try:
+        model = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ConfigError(f"{field}: {folder / 'config.json'} is not JSON ({error})") from error
+    limit = model.get("max_position_embeddings")
+    if engine.max_model_len is not None and isinstance(limit, int) and engine.max_model_len > limit:
+        raise ConfigError(
+            f"{field.removesuffix('model')}max_model_len is {engine.max_model_len}, but the model ends at {limit}"
+        )
+
+
+def _engines(config: ClusterConfig) -> Iterator[tuple[str, EngineConfig]]:
+    yield "target.model", config.target
+    for index, draft in enumerate(config.drafts):
+        yield f"drafts.{index}.model", draft
+
+
+def check_router_port(config: ClusterConfig) -> None:
+    """Raises ``ConfigError`` if the router's address cannot be listened on."""
+    host, port = config.router.host, config.router.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"router.host is {host!r}, which is no address here ({error.strerror})") from error
+    with socket.socket(family, kind, protocol) as probe:
+        # As gRPC does it: an address that a closed connection still occupies is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"router.port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
+            ) from error
