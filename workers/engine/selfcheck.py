@@ -1,0 +1,48 @@
+"""Measures, when an engine starts, whether a row's result depends on the rows beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from outrider.workers.engine.linear import PackedLinear
+
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 192, 256)
+NUM_COMPARED = 24
+
+
+def row_counts(max_rows: int) -> list[int]:
+    """Numbers of rows to try: small ones, powers of two and their neighbours, and the largest."""
+    return sorted({count for count in (*ROW_COUNTS, max_rows) if count <= max_rows})
+
+
+def linear_is_row_invariant(
+    layer: PackedLinear, counts: Iterable[int], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether a layer gives the first rows the same bits at every count as alone; bias and rank sums left out."""
+    counts = list(counts)
+    generator = torch.Generator().manual_seed(layer.in_features)
+    rows = torch.randn(max(counts), layer.in_features, generator=generator).to(device=device, dtype=dtype)
+    alone = [layer.multiply(rows[index : index + 1], None) for index in range(min(NUM_COMPARED, len(rows)))]
+    reference = torch.cat(alone)
+    for count in counts:
+        out: Tensor = layer.multiply(rows[:count], None)
+        if not torch.equal(out[:NUM_COMPARED], reference[:count]):
+            return False
+    return True
+
+
+def linears_are_row_invariant(
+    model: Iterable[nn.Module], max_rows: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether that holds for one layer of each shape."""
+    by_shape = {
+        (layer.out_features, layer.in_features): layer
+        for part in model
+        for layer in part.modules()
+        if isinstance(layer, PackedLinear)
+    }
+    counts = row_counts(max_rows)
+    return all(linear_is_row_invariant(layer, counts, dtype, device) for layer in by_shape.values())
