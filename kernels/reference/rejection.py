@@ -1,0 +1,58 @@
+"""The formulas of rejection sampling: one place for the ratio, the residual, and what counts as a proposal.
+
+``p`` is the target's distribution and ``q`` the one that the proposal was drawn from, both normalised and after every
+sampling transformation (Leviathan, Kalman, Matias, arXiv 2211.17192, section 2.3; Chen et al., arXiv 2302.01318,
+section on modified rejection sampling).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# A residual lighter than this is drawn from p instead. A rejection happens with probability equal to the residual's
+# mass, so the committed token's distribution moves by less than this bound in total variation. What is lost is
+# nothing: in float64, p and q that differ by so little differ by the rounding of the softmax sums (V * 2^-53 is
+# 2e-11), not by content.
+RESIDUAL_MASS_FLOOR = 1e-9
+
+# How far the float32 probabilities of a q row may sum from 1. They are divided by their sum before use.
+ROW_SUM_TOLERANCE = 1e-3
+
+
+def accepts(u: Tensor, p_token: Tensor, q_token: Tensor) -> Tensor:
+    """Accept with probability min(1, p(x) / q(x)): u q(x) < p(x), strictly. All [n] float64 → [n] bool."""
+    return u * q_token < p_token
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """What a rejection leaves to be drawn from: [p - q]+ normalised (2211.17192, section 2.3; 2302.01318, theorem 1).
+
+    Args:
+        p, q: [n, s] float64; p sums to 1 over the s tokens, q to at most 1 (it may have mass where p has none).
+
+    Returns:
+        [n, s] float64; p itself where the mass is below ``RESIDUAL_MASS_FLOOR``.
+    """
+    excess = (p - q).clamp_(min=0.0)
+    mass = excess.sum(dim=-1, keepdim=True)
+    return torch.where(mass < RESIDUAL_MASS_FLOOR, p, excess / mass)
+
+
+def well_formed(tokens: Tensor, token_ids: Tensor, probs: Tensor, vocab_size: int) -> Tensor:
+    """Which proposals come with a q row that can have produced them.
+
+    Args:
+        tokens: [n] int64, token_ids: [n, m] int64, probs: [n, m] float32.
+
+    Returns: [n] bool: probabilities finite, not negative, summing to 1 within ``ROW_SUM_TOLERANCE``; ids distinct and
+        inside the vocabulary; the token's own probability positive.
+    """
+    if token_ids.shape[-1] == 0:
+        return torch.zeros_like(tokens, dtype=torch.bool)
+    total = probs.sum(dim=-1, dtype=torch.float64)  # a NaN fails every comparison below
+    distribution = (probs.amin(dim=-1) >= 0.0) & ((total - 1.0).abs() <= ROW_SUM_TOLERANCE)
+    ordered = token_ids.sort(dim=-1).values
+    inside = (ordered[:, 0] >= 0) & (ordered[:, -1] < vocab_size) & (ordered.diff(dim=-1) != 0).all(dim=-1)
+    possible = ((token_ids == tokens[:, None]) & (probs > 0.0)).any(dim=-1)
+    return distribution & inside & possible

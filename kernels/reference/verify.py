@@ -1,0 +1,361 @@
+"""Verification: which proposals the target keeps, and the token that follows them.
+
+Names, and where they are in the papers. A chain proposes x_1 .. x_k; row i of the target's logits gives p_i, the
+target's distribution at the position of x_i after every sampling transformation, and row k + 1 gives the one after
+x_k. q_i is the distribution that x_i was really drawn from. ``A`` is the number of accepted tokens; A + 1 tokens are
+committed.
+
+- *greedy*: accept while x_i = argmax p_i; the first p_i that disagrees gives the next token.
+- *rejection* (Leviathan, Kalman, Matias, arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2):
+  accept x_i with probability min(1, p_i(x_i) / q_i(x_i)): if and only if u q_i(x_i) < p_i(x_i), strictly, so that
+  nothing of probability 0 is ever accepted. At the first rejection draw from [p_i - q_i]+ normalised; after k
+  acceptances draw the bonus token from p_(k+1). Either way each committed token is distributed as p given those
+  before it (2211.17192, appendix A.1).
+- *coupled* (Daliri, Musco, Suresh, arXiv 2408.07978): the target's own token is argmax_v (log p_i(v) +
+  g_i(v)), with Gumbel noise g_i keyed by the position; accept while x_i is that token. The draft used the same noise,
+  but whatever it proposed, the committed text is the target's own draws: a function of the seed alone.
+
+Rows are taken in order and only as far as the accepted prefix goes: a row that is not reached is not looked at.
+
+A proposal that cannot be judged (its q row is not a distribution, or gives its token no probability; its token is
+outside the vocabulary) counts as absent together with all after it: the target's own draw is used, as if the chain
+ended before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.reference import noise, rejection, sampling, transforms
+from outrider.kernels.reference.errors import InvalidLogitsError
+from outrider.kernels.reference.noise import Purpose
+from outrider.kernels.reference.transforms import Support
+
+__all__ = [
+    "InvalidLogitsError",
+    "Verdict",
+    "Verdicts",
+    "combine_best",
+    "local_best",
+    "pairs_suffice",
+    "verify_best",
+    "verify_chain",
+    "verify_chains",
+]
+
+VERIFIERS = ("greedy", "rejection", "coupled")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome for one chain: ``num_accepted`` proposals, then ``next_token``, are committed."""
+
+    num_accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The outcome for b chains.
+
+    Attributes:
+        num_accepted: [b] int64.
+        next_tokens: [b] int64; -1 where a row that was needed holds no distribution. Such a chain commits nothing.
+    """
+
+    num_accepted: Tensor
+    next_tokens: Tensor
+
+
+def verify_chain(
+    logits: Tensor,
+    draft_tokens: Sequence[int],
+    draft_rows: Sequence[tuple[Tensor, Tensor]] | None,
+    *,
+    first_position: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    choice: int,
+    verifier: str,
+) -> Verdict:
+    """Verify one chain; with no proposals, decode one token plainly.
+
+    Args:
+        logits: [k + 1, V] float32: row i is the target's logits for the position of ``draft_tokens[i]``, the last row
+            those for the position after.
+        draft_tokens: the k proposals.
+        draft_rows: under "rejection", for each proposal (token_ids [m] int64, probs [m] float32), the distribution that
+            it was drawn from; None or empty where each was chosen with certainty (one-hot q). Ignored otherwise.
+        first_position: absolute position of ``draft_tokens[0]``, or of the next token if k is 0.
+        temperature, top_k, top_p, seed, choice: of the request; the first three are ignored under "greedy".
+        verifier: "greedy", "rejection" or "coupled".
+
+    Raises: InvalidLogitsError: a row that is needed has a NaN or +inf, or no finite entry. Rows after the first
+        rejection are not needed. ValueError: shapes that do not fit, or a setting out of its range.
+    """
+    tokens = torch.tensor([list(draft_tokens)], dtype=torch.int64, device=logits.device)
+    rows = [_batch_of_one(row, logits.device) for row in draft_rows] if draft_rows else None
+    verdicts = verify_chains(
+        logits[None],
+        tokens,
+        rows,
+        first_positions=[first_position],
+        seeds=[seed],
+        choices=[choice],
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        verifier=verifier,
+    )
+    return _checked(int(verdicts.num_accepted[0]), int(verdicts.next_tokens[0]), first_position)
+
+
+def verify_chains(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    draft_rows: Sequence[tuple[Tensor, Tensor]] | None,
+    *,
+    first_positions: Sequence[int],
+    seeds: Sequence[int],
+    choices: Sequence[int],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    verifier: str,
+) -> Verdicts:
+    """Verify b chains of one length that share their sampling settings. Each outcome depends on its own chain alone.
+
+    Args:
+        logits: [b, k + 1, V] float32.
+        draft_tokens: [b, k] int64.
+        draft_rows: k pairs (token_ids [b, m_i] int64, probs [b, m_i] float32), or None.
+        first_positions, seeds, choices: b each.
+        temperature, top_k, top_p, verifier: as in ``verify_chain``.
+
+    Raises:
+        ValueError: shapes that do not fit, or a setting out of its range. (An invalid row is marked, see ``Verdicts``.)
+    """
+    num_chains, num_rows, _ = logits.shape
+    num_proposals = num_rows - 1
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier is {verifier!r}, but must be one of {', '.join(VERIFIERS)}")
+    if tuple(draft_tokens.shape) != (num_chains, num_proposals):
+        raise ValueError(f"{num_rows} logits rows fit {num_proposals} proposals, not {tuple(draft_tokens.shape)}")
+    if draft_rows and verifier == "rejection" and len(draft_rows) != num_proposals:
+        raise ValueError(f"{num_proposals} proposals need as many q rows, not {len(draft_rows)}")
+    num_accepted = torch.zeros(num_chains, dtype=torch.int64, device=logits.device)
+    next_tokens = torch.full((num_chains,), -1, dtype=torch.int64, device=logits.device)
+    going = torch.arange(num_chains, device=logits.device)  # chains whose proposals were all accepted so far
+
+    for i in range(num_rows):
+        going = going[transforms.valid_rows(logits[going, i])]
+        if len(going) == 0:
+            break
+        row = _Row(
+            logits[going, i],
+            positions=[first_positions[chain] + i for chain in going.tolist()],
+            seeds=[seeds[chain] for chain in going.tolist()],
+            choices=[choices[chain] for chain in going.tolist()],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
+        tokens = draft_tokens[going, i] if i < num_proposals else None
+        if verifier != "rejection":
+            own = row.greedy() if verifier == "greedy" else row.draw(Purpose.COUPLED)
+            accepted = torch.zeros_like(own, dtype=torch.bool) if tokens is None else own == tokens
+        elif tokens is None:
+            own = row.draw(Purpose.TARGET)  # the bonus token
+            accepted = torch.zeros_like(own, dtype=torch.bool)
+        else:
+            token_ids, probs = draft_rows[i] if draft_rows else (draft_tokens[:, i : i + 1], None)
+            accepted, own = _reject(row, tokens, token_ids[going], None if probs is None else probs[going])
+        next_tokens[going[~accepted]] = own[~accepted]
+        going = going[accepted]
+        num_accepted[going] += 1
+    return Verdicts(num_accepted, next_tokens)
+
+
+class _Row:
+    """One row of each of n chains: logits [n, V], and what names their random numbers."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        *,
+        positions: list[int],
+        seeds: list[int],
+        choices: list[int],
+        temperature: float,
+        top_k: int,
+        top_p: float,
+    ) -> None:
+        self.logits = logits
+        self._positions, self._seeds, self._choices = positions, seeds, choices
+        self._filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self._support: Support | None = None
+
+    @property
+    def support(self) -> Support:
+        if self._support is None:
+            self._support = transforms.filtered(self.logits, **self._filters)  # type: ignore[arg-type]
+        return self._support
+
+    def keys(self, purpose: Purpose) -> Tensor:
+        """[n, 2] int64."""
+        return noise.noise_keys(self._seeds, self._choices, self._positions, purpose)
+
+    def greedy(self) -> Tensor:
+        """[n] int64: the argmax, the lowest id among equals."""
+        return self.logits.max(dim=-1).indices
+
+    def draw(self, purpose: Purpose, rows: Tensor | None = None) -> Tensor:
+        """Draws from p for all rows, or for the chosen ones: [n] int64."""
+        if rows is None:
+            return sampling.draw(self.support, self.keys(purpose))
+        return sampling.draw(self.support.rows(rows), self.keys(purpose)[rows])
+
+
+def _reject(row: _Row, tokens: Tensor, token_ids: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rejection rule for one proposal of each of n chains.
+
+    Args:
+        tokens: [n] int64, the proposals.
+        token_ids: [n, m] int64, probs: [n, m] float32: their q rows; probs None for one-hot.
+
+    Returns:
+        accepted [n] bool, and own [n] int64: the target's token where it was not accepted.
+    """
+    if probs is None:
+        probs = torch.ones(token_ids.shape, dtype=torch.float32, device=token_ids.device)
+    offered = rejection.well_formed(tokens, token_ids, probs, row.logits.shape[-1])
+    accepted = torch.zeros_like(offered)
+    own = torch.full_like(tokens, -1)
+    if bool(offered.any()):
+        tokens, token_ids, probs = tokens[offered], token_ids[offered], probs[offered].to(torch.float64)
+        support = row.support.rows(offered)
+        target_probs = torch.softmax(support.scores, dim=-1)  # [n, s] float64
+        columns, found = support.columns(token_ids)  # q outside the support of p cancels nothing
+        draft_probs = probs / probs.sum(dim=-1, keepdim=True)  # [n, m] float64
+
+        token_column, token_found = support.columns(tokens)
+        p_token = target_probs.gather(1, token_column[:, None])[:, 0] * token_found
+        q_token = (draft_probs * (token_ids == tokens[:, None])).sum(dim=-1)
+        u = noise.uniform_rows(row.keys(Purpose.ACCEPT)[offered], tokens[:, None])[:, 0]
+        kept = rejection.accepts(u, p_token, q_token)
+        accepted[offered] = kept
+        if not bool(kept.all()):
+            lost = ~kept
+            p = target_probs[lost]
+            q = torch.zeros_like(p).scatter_add_(1, columns[lost], (draft_probs * found)[lost])
+            keys = row.keys(Purpose.RESIDUAL)[offered][lost]
+            own[offered.nonzero()[lost, 0]] = sampling.gumbel_argmax(
+                support.token_ids, rejection.residual(p, q).log(), keys
+            )
+    if not bool(offered.all()):
+        own[~offered] = row.draw(Purpose.TARGET, ~offered)
+    return accepted, own
+
+
+def pairs_suffice(verifier: str, *, top_k: int, top_p: float) -> bool:
+    """Whether ranks that hold slices of the vocabulary need only exchange their ``local_best`` for each row.
+
+    True for greedy, and for coupled without top-k and top-p; everything else needs rows gathered.
+    """
+    return verifier == "greedy" or (verifier == "coupled" and top_k == 0 and top_p == 1.0)
+
+
+def local_best(
+    logits_shard: Tensor,
+    vocab_offset: int,
+    *,
+    first_position: int,
+    temperature: float,
+    seed: int,
+    choice: int,
+    verifier: str,
+) -> tuple[Tensor, Tensor]:
+    """One rank's part of the argmax that decides a row: the best token of its slice of the vocabulary.
+
+    Scores need no normalising and the noise of a token is the same on every rank, so the best of the ranks' bests
+    is what one rank with the whole vocabulary would choose, bit for bit.
+
+    Args:
+        logits_shard: [n, V_local] float32: n rows of one sequence, tokens ``vocab_offset`` and following.
+        first_position: position of the token that row 0 is for.
+        verifier: "greedy" or "coupled" (without top-k and top-p; see ``pairs_suffice``).
+
+    Returns:
+        values [n] float64 and tokens [n] int64. A slice with a NaN has value NaN; an empty one -inf.
+    """
+    num_rows, local_size = logits_shard.shape
+    if verifier not in ("greedy", "coupled"):
+        raise ValueError(f"verifier is {verifier!r}, but pairs suffice for 'greedy' and 'coupled' only")
+    token_ids = torch.arange(vocab_offset, vocab_offset + local_size, device=logits_shard.device)
+    if local_size == 0:
+        values = torch.full((num_rows,), -torch.inf, dtype=torch.float64, device=logits_shard.device)
+        return values, torch.full((num_rows,), vocab_offset, dtype=torch.int64, device=logits_shard.device)
+    if verifier == "greedy":
+        values, tokens = sampling.argmax(token_ids, logits_shard)
+        return values.to(torch.float64), tokens
+    positions = range(first_position, first_position + num_rows)
+    keys = noise.noise_keys([seed] * num_rows, [choice] * num_rows, positions, Purpose.COUPLED)
+    scores = transforms.filtered(logits_shard, temperature=temperature).scores
+    return sampling.argmax(token_ids, scores + noise.gumbel_rows(keys, token_ids))
+
+
+def combine_best(values: Tensor, tokens: Tensor) -> Tensor:
+    """The best token of each row over all ranks.
+
+    Args:
+        values: [world_size, n] float64, tokens: [world_size, n] int64, from ``local_best``.
+
+    Returns:
+        [n] int64: the lowest id among equal values; -1 where the row holds no distribution.
+    """
+    best = values.amax(dim=0)  # passes a NaN on
+    lowest = tokens.masked_fill(values != best, torch.iinfo(torch.int64).max).amin(dim=0)
+    return lowest.masked_fill_(~torch.isfinite(best), -1)
+
+
+def verify_best(values: Tensor, tokens: Tensor, draft_tokens: Sequence[int], *, first_position: int = 0) -> Verdict:
+    """``verify_chain`` from the ranks' pairs.
+
+    Args:
+        values: [world_size, k + 1] float64, tokens: [world_size, k + 1] int64, from ``local_best``.
+        draft_tokens: the k proposals.
+        first_position: only for the error's text.
+
+    Raises:
+        InvalidLogitsError: a row that is needed holds no distribution.
+        ValueError: shapes that do not fit.
+    """
+    if values.shape != tokens.shape or values.shape[-1] != len(draft_tokens) + 1:
+        raise ValueError(f"{len(draft_tokens)} proposals need {len(draft_tokens) + 1} pairs, not {tuple(values.shape)}")
+    own = combine_best(values, tokens).tolist()
+    num_accepted = 0
+    while num_accepted < len(draft_tokens) and own[num_accepted] == draft_tokens[num_accepted] >= 0:
+        num_accepted += 1
+    return _checked(num_accepted, own[num_accepted], first_position)
+
+
+def _checked(num_accepted: int, next_token: int, first_position: int) -> Verdict:
+    if next_token < 0:
+        raise InvalidLogitsError(
+            f"the target's logits for position {first_position + num_accepted} have a NaN or +inf, or no finite entry"
+        )
+    return Verdict(num_accepted, next_token)
+
+
+def _batch_of_one(row: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    token_ids = torch.as_tensor(row[0], dtype=torch.int64, device=device)
+    probs = torch.as_tensor(row[1], dtype=torch.float32, device=device)
+    if token_ids.shape != probs.shape:  # not a distribution
+        return token_ids.new_empty(1, 0), probs.new_empty(1, 0)
+    return token_ids[None], probs[None]
