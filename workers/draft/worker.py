@@ -1,0 +1,135 @@
+"""A draft worker as one object: a plain class that the cluster turns into a Ray actor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from outrider.cluster.config import DraftConfig
+from outrider.v1 import draft_pb2
+from outrider.workers.draft.batcher import Batcher
+from outrider.workers.draft.compute import ComputeThread, DraftStats
+from outrider.workers.draft.server import DraftServer, DraftServicer
+
+logger = logging.getLogger(__name__)
+
+# Rows that catching up may take in a step beside sessions that draft. On CPUs a step's time grows with its rows from a
+# handful on; a GPU takes that many almost for nothing.
+CATCH_UP_ROWS_CPU = 32
+CATCH_UP_ROWS_CUDA = 256
+
+
+class DraftWorker:
+    """Loads a small model, serves DraftService for it and, with a Redis URL, keeps itself registered.
+
+    ``start`` and ``stop`` are each called once; ``health`` from any thread.
+    """
+
+    def __init__(self, config: DraftConfig, *, cluster: str, draft_id: str, redis_url: str | None) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._draft_id = draft_id
+        self._redis_url = redis_url
+        self._compute: ComputeThread | None = None
+        self._server: DraftServer | None = None
+        self._heartbeat: Any = None
+        self._stopped = False
+
+    def node(self) -> dict[str, Any]:
+        """Where this process runs. ``node_id`` is empty and ``ip`` is the loopback address outside Ray."""
+        node_id, ip = _ray_node()
+        return {"node_id": node_id, "ip": ip, "hostname": socket.gethostname(), "pid": os.getpid()}
+
+    def start(self) -> dict[str, Any]:
+        """Load the model, listen on the node's address and register. Returns the record and the model's facts.
+
+        Raises ``ConfigError`` for a model that cannot be loaded, ``Unavailable`` if address or Redis cannot be used.
+        """
+        from outrider.workers.drafters.model import ModelDrafter
+        from outrider.workers.engine.engine import Engine
+        from outrider.workers.engine.parallel import Parallel
+
+        config = self._config
+        engine = Engine(config, Parallel.single())
+        drafter = ModelDrafter(engine, top_m=config.top_m)
+        catch_up_rows = CATCH_UP_ROWS_CUDA if engine.device.type == "cuda" else CATCH_UP_ROWS_CPU
+        batcher = Batcher(
+            drafter,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_tokens=config.max_num_tokens,
+            catch_up_rows=catch_up_rows,
+        )
+        hello = draft_pb2.DraftHello(
+            draft_id=self._draft_id,
+            model=config.model,
+            drafter=drafter.name,
+            tokenizer_fingerprint=drafter.fingerprint,
+            vocab_size=drafter.vocab_size,
+            max_model_len=batcher.capacity,
+            max_num_tokens=config.max_num_tokens,
+        )
+        servicer = DraftServicer(hello)
+        server = DraftServer(servicer)
+        compute = ComputeThread(batcher, deliver=server.deliver, on_failure=server.fail)
+        servicer.compute = compute
+        node = self.node()
+        self._server, self._compute = server, compute
+        compute.start()
+        record = {
+            "draft_id": self._draft_id,
+            "address": server.start(node["ip"]),
+            "model": config.model,
+            "placement": config.placement,
+            "node": node["node_id"] or node["hostname"],
+            "pid": node["pid"],
+        }
+        if self._redis_url is not None:
+            from outrider.cluster.registry import Heartbeat
+
+            heartbeat = Heartbeat(self._redis_url, self._cluster, "draft", self._draft_id, record)
+            heartbeat.start()
+            self._heartbeat = heartbeat
+        logger.info("draft %s serves %s on %s", self._draft_id, config.model, record["address"])
+        return {
+            **record,
+            "tokenizer_fingerprint": drafter.fingerprint,
+            "vocab_size": drafter.vocab_size,
+            "max_model_len": batcher.capacity,
+            "row_invariant": engine.row_invariant,
+            "num_blocks": drafter.num_blocks,
+        }
+
+    def health(self) -> dict[str, Any]:
+        """``state`` (starting, ready, failed with ``error``, stopped) and the facts of ``DraftStats``."""
+        compute = self._compute
+        stats = DraftStats() if compute is None else compute.stats
+        facts: dict[str, Any] = {"state": "ready", **asdict(stats)}
+        if self._stopped:
+            facts["state"] = "stopped"
+        elif compute is None:
+            facts["state"] = "starting"
+        elif compute.failure is not None:
+            facts.update(state="failed", error=compute.failure)
+        return facts
+
+    def stop(self) -> None:
+        """Leave the registry, tell the schedulers (Evicted with SHUTDOWN), end the streams and the threads."""
+        self._stopped = True
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if self._compute is not None:
+            self._compute.stop()
+        if self._server is not None:
+            self._server.stop()
+
+
+def _ray_node() -> tuple[str, str]:
+    """Id and address of the Ray node that this process is an actor on, or ("", "127.0.0.1")."""
+    ray = sys.modules.get("ray")  # inside an actor it has been imported
+    if ray is None or not ray.is_initialized():
+        return "", "127.0.0.1"
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
