@@ -13,12 +13,30 @@ Plain synchronous code; time is an argument. A driver calls it like this::
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.core.errors import Conflict, Overloaded
 from outrider.core.plan import GroupInfo, StepPlan, StepResult
+from outrider.core.prefix import HashedTokens
 from outrider.core.proposal import Proposal
-from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
-from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
+from outrider.core.sampling import Verifier
+from outrider.router.batch import Batcher, Rows
+from outrider.router.checks import check_result, end_length
+from outrider.router.drafts import DraftBook, DraftEvent, DraftFacts, EvictionReason
+from outrider.router.pacing import Pacer, usable
+from outrider.router.policy import Throttle, after_plain_round, after_round
+from outrider.router.requests import (
+    Committed,
+    Cutter,
+    Finished,
+    FinishReason,
+    NewRequest,
+    NoStops,
+    Request,
+    SpeculationStats,
+)
+from outrider.router.rounds import Cut, counted, cut, end_tokens, refusal
+from outrider.router.snapshots import DraftSnapshot, SchedulerSnapshot
 
 
 def no_stops(request: NewRequest) -> Cutter:
@@ -41,25 +59,12 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True)
-class DraftSnapshot:
-    draft_id: str
-    drafter: str
-    num_sessions: int
-    proposal_ms: float  # from a commit to its proposal, exponentially averaged; 0 before the first
-    num_draft_tokens: int
-    num_accepted_tokens: int
+class _Step:
+    """The step in flight."""
 
-
-@dataclass(frozen=True)
-class SchedulerSnapshot:
-    epoch: int
-    num_waiting: int
-    num_running: int
-    num_steps: int
-    num_blocks: int
-    num_free_blocks: int
-    num_preemptions: int
-    drafts: tuple[DraftSnapshot, ...]
+    plan: StepPlan
+    rows: dict[int, Rows] = field(repr=False)  # by sequence
+    started: float = 0.0
 
 
 class Scheduler:
@@ -73,78 +78,291 @@ class Scheduler:
         epoch: int,
         make_cutter: Callable[[NewRequest], Cutter] = no_stops,
     ) -> None:
-        raise NotImplementedError
+        self.info = info
+        self.settings = settings
+        self.epoch = epoch
+        self._make_cutter = make_cutter
+        self._requests: dict[str, Request] = {}  # queue and running ones, by request id
+        self._batcher = Batcher(info, settings.max_num_seqs)
+        self._drafts = DraftBook()
+        self._in_flight: _Step | None = None
+        self._num_steps = 0
+        self._pacer = Pacer()
+        self._held_until: float | None = None
 
     def add(self, request: NewRequest, now: float) -> None:
         """Queue a request. Raises ``InvalidRequest``, ``Overloaded`` or ``Conflict`` and then changes nothing."""
-        raise NotImplementedError
+        end_len = end_length(request, self.info)
+        if request.request_id in self._requests:
+            raise Conflict(f"request {request.request_id} runs already; choose another request_id or abort it first")
+        if len(self._requests) >= self.settings.max_num_seqs + self.settings.max_queue:
+            raise Overloaded(f"{len(self._requests)} requests run or wait and the queue is full; try again later")
+        if not self._requests:
+            self._pacer.ready_since = now
+        k = request.num_speculative_tokens
+        k = self.settings.num_speculative_tokens if k is None else k
+        added = Request(
+            new=request,
+            text=HashedTokens(request.prompt_tokens),
+            end_len=end_len,
+            num_speculative_tokens=k,
+            cutter=self._make_cutter(request),
+            stats=SpeculationStats(request.sampling.verifier, acceptance_histogram=(0,) * (k + 1)),
+            throttle=Throttle(),
+        )
+        self._requests[request.request_id] = added
+        self._batcher.waiting.append(added)
 
     def abort(self, request_id: str, reason: str, now: float) -> Committed | None:
         """End a request at once (finish reason ABORT); its id may be used again immediately. None: no such request."""
-        raise NotImplementedError
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        return self._end(request, FinishReason.ABORT, error_message=reason)
 
     def expire(self, now: float) -> list[Committed]:
         """End the requests whose deadline has passed (finish reason DEADLINE)."""
-        raise NotImplementedError
+        late = [r for r in self._requests.values() if r.new.deadline is not None and r.new.deadline <= now]
+        return [self._end(request, FinishReason.DEADLINE, error_message="the deadline has passed") for request in late]
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None: one is in flight, nothing is to do, or a short wait pays (``next_wakeup``)."""
-        raise NotImplementedError
+        self._held_until = None
+        if self._in_flight is not None or not self._requests:
+            return None
+        others = 1 if self._batcher.can_admit() else 0
+        self._held_until = self._pacer.hold_until(self._batcher.running, others, self._drafts, now)
+        if self._held_until is not None:
+            return None
+        rows = self._batcher.build(usable)
+        self._num_steps += 1
+        plan = StepPlan(
+            epoch=self.epoch,
+            step=self._num_steps,
+            sequences=tuple(part.plan for part in rows),
+            released=self._batcher.take_released(),
+        )
+        self._in_flight = _Step(plan, {part.plan.seq_id: part for part in rows}, now)
+        self._drafts.assign(self._batcher.running, now)
+        return plan
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call ``expire`` and ``schedule`` again if nothing happens before; None: not at all."""
-        raise NotImplementedError
+        times = [r.new.deadline for r in self._requests.values() if r.new.deadline is not None]
+        if self._in_flight is None and self._requests:
+            times.append(now if self._held_until is None else self._held_until)
+        return min(times, default=None)
 
     def complete(self, result: StepResult, now: float) -> list[Committed]:
         """Take in a step's outcome. An outcome of another epoch or step is dropped.
 
         Raises ``GroupError`` and changes nothing if the outcome contradicts the plan: the group must be rebuilt.
         """
-        raise NotImplementedError
+        step = self._in_flight
+        if step is None or result.epoch != self.epoch or result.step != step.plan.step:
+            return []
+        check_result(step.plan, result, self.info.vocab_size)
+        self._in_flight = None
+        self._pacer.ready_since = now
+        if all(len(part.plan.logits_rows) == len(part.plan.tokens) for part in step.rows.values()):
+            self._pacer.step_took(now - step.started)
+        committed = []
+        for outcome in result.sequences:
+            part = step.rows[outcome.seq_id]
+            request = part.request
+            if request.ended:
+                self._batcher.release(request)
+            elif outcome.error is not None:
+                committed.append(self._end(request, FinishReason.ERROR, error_message=outcome.error_message))
+            elif outcome.committed:
+                committed.append(self._commit(part, outcome.num_accepted, outcome.committed, now))
+            else:
+                self._batcher.computed(request, part.num_text_rows, 0)
+        return committed
 
     def reset(self, epoch: int, info: GroupInfo) -> list[Committed]:
         """The group was rebuilt: running requests start over from their committed tokens, draft sessions live on.
 
         Returns the ends of requests that the rebuilt group cannot hold (normally none).
         """
-        raise NotImplementedError
+        self.epoch, self.info = epoch, info
+        self._in_flight = None
+        self._batcher.reset(info, self.settings.max_num_seqs)
+        room = min(info.max_model_len, self._batcher.num_pool_positions + 1)
+        misfits = [request for request in self._requests.values() if request.end_len > room]
+        message = f"the target group was rebuilt with room for {room} tokens only"
+        return [self._end(request, FinishReason.ERROR, error_message=message) for request in misfits]
 
     def update_settings(self, settings: SchedulerSettings) -> None:
         """Takes effect for requests added from now on."""
-        raise NotImplementedError
+        self.settings = settings
+        self._batcher.limit(settings.max_num_seqs)
 
     def draft_joined(self, draft: DraftFacts, now: float) -> None:
         """A draft worker with the group's tokenizer can be used. Joining under a known id replaces the old one."""
-        raise NotImplementedError
+        self._drafts.join(draft, now)
+        for request in self._requests.values():
+            request.excluded_drafts.discard(draft.draft_id)
+        self._drafts.assign(self._batcher.running, now)
 
     def draft_left(self, draft_id: str, now: float) -> None:
         """The stream to a draft ended: its sessions are gone and it is told nothing more."""
-        raise NotImplementedError
+        self._drafts.leave(draft_id, now)
+        self._drafts.assign(self._batcher.running, now)
 
     def draft_events(self) -> list[DraftEvent]:
         """What is to be sent to drafts, oldest first; each event is returned once."""
-        raise NotImplementedError
+        return self._drafts.take_events()
 
     def draft_proposed(self, draft_id: str, session_id: int, proposal: Proposal, now: float) -> str | None:
         """A draft's proposal. Returns why it was dropped, or None."""
-        raise NotImplementedError
+        session = self._drafts.find(draft_id, session_id)
+        if session is None:
+            return "no such session"
+        new = session.request.new
+        return self.offer(new.request_id, new.generation, proposal, draft_id, now)
 
     def draft_evicted(self, draft_id: str, session_id: int, reason: EvictionReason, now: float) -> None:
-        raise NotImplementedError
+        """A draft dropped a session. The request may get another one later."""
+        session = self._drafts.find(draft_id, session_id)
+        if session is not None:
+            self._drafts.evicted(session, reason, now)
 
     def draft_needs_tokens(self, draft_id: str, session_id: int, from_len: int, now: float) -> None:
         """Answered by a ``DraftCommit`` with ``base_len`` = ``from_len``."""
-        raise NotImplementedError
+        session = self._drafts.find(draft_id, session_id)
+        if session is not None:
+            self._drafts.commit(session.request, min(from_len, len(session.request.text)), 0, 0, now)
 
-    def offer(
-        self, request_id: str, generation: int, proposal: Proposal, draft_id: str, now: float
-    ) -> str | None:
-        """A proposal for a request, from whatever drafter. Returns why it was dropped, or None."""
-        raise NotImplementedError
+    def offer(self, request_id: str, generation: int, proposal: Proposal, draft_id: str, now: float) -> str | None:
+        """A proposal for a request, from whatever drafter. Returns why it was dropped, or None.
+
+        The newest one is kept. A dropped proposal costs speed, never text.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.new.generation != generation:
+            return "no such request"
+        if request.session is not None and request.session.draft_id == draft_id:
+            self._drafts.arrived(request.session, proposal.base_len, self._is_in_flight(request), now)
+        reason = refusal(proposal, request.text, self.info.vocab_size)
+        if reason is None and (request.num_speculative_tokens == 0 or not request.throttle.is_on):
+            reason = "speculation is off"
+        held = request.proposal
+        if reason is None and held is not None and held.base_len > proposal.base_len:
+            reason = "older than the one at hand"
+        if reason is None:
+            request.proposal, request.proposal_draft = proposal, draft_id
+        return reason
 
     def snapshot(self) -> SchedulerSnapshot:
-        raise NotImplementedError
+        """Counts for status and metrics."""
+        return SchedulerSnapshot(
+            epoch=self.epoch,
+            num_waiting=len(self._batcher.waiting),
+            num_running=len(self._batcher.running),
+            num_steps=self._num_steps,
+            num_blocks=self._batcher.pool.num_blocks,
+            num_free_blocks=self._batcher.pool.num_free,
+            num_preemptions=self._batcher.num_preemptions,
+            drafts=tuple(
+                DraftSnapshot(
+                    draft_id=draft.facts.draft_id,
+                    drafter=draft.facts.drafter,
+                    num_sessions=len(draft.sessions),
+                    proposal_ms=1000.0 * (draft.latency_s or 0.0),
+                    num_draft_tokens=draft.num_draft_tokens,
+                    num_accepted_tokens=draft.num_accepted_tokens,
+                )
+                for draft in self._drafts.drafts.values()
+            ),
+        )
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if the books do not balance."""
-        raise NotImplementedError
+        rows = self._in_flight.rows.values() if self._in_flight is not None else ()
+        self._batcher.check_integrity([part.request for part in rows if part.request.ended])
+        known = [*self._batcher.waiting, *self._batcher.running]
+        if len(known) != len(self._requests) or any(self._requests[r.new.request_id] is not r for r in known):
+            raise AssertionError("a request is in no queue, or in two")
+        sessions = [s for draft in self._drafts.drafts.values() for s in draft.sessions.values()]
+        if any(session.request.session is not session or session.request.ended for session in sessions):
+            raise AssertionError("a draft session whose request has ended or has another one")
+        if len(sessions) != sum(request.session is not None for request in known):
+            raise AssertionError("a request whose draft session is not in the books")
+
+    def _is_in_flight(self, request: Request) -> bool:
+        return self._in_flight is not None and request.seq_id in self._in_flight.rows
+
+    def _commit(self, part: Rows, num_accepted: int, tokens: tuple[int, ...], now: float) -> Committed:
+        """Make a round's tokens permanent, up to where the text ends."""
+        request, proposal = part.request, part.proposal
+        position = len(request.text)
+        ending = cut(tokens, request.end_len - position, end_tokens(request), request.cutter)
+        kept = tokens[: ending.num_kept]
+        accepted = min(num_accepted, len(kept))
+        request.stats = counted(request.stats, proposal, num_accepted, len(tokens), len(kept))
+        if proposal is None:
+            request.throttle = after_plain_round(request.throttle)
+        else:
+            request.throttle = after_round(request.throttle, len(proposal.tokens), num_accepted)
+            self._count_draft(part, accepted, len(tokens), len(kept))
+        request.text.extend(kept)
+        proposal_id = proposal.proposal_id if proposal is not None else 0
+        if ending.reason is not None:
+            return self._end(request, ending.reason, ending, kept, proposal_id, accepted)
+        self._batcher.computed(request, part.num_text_rows, num_accepted)
+        if usable(request) is None:
+            request.proposal = None
+        self._drafts.commit(request, position, proposal_id, accepted, now)
+        return Committed(
+            request.new.request_id,
+            request.new.generation,
+            position,
+            kept,
+            proposal_id=proposal_id,
+            num_accepted=accepted,
+        )
+
+    def _count_draft(self, part: Rows, accepted: int, num_committed: int, num_kept: int) -> None:
+        draft = self._drafts.drafts.get(part.draft_id)
+        if draft is not None:
+            draft.num_draft_tokens += part.plan.num_proposal_tokens if num_kept == num_committed else accepted
+            draft.num_accepted_tokens += accepted
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        ending: Cut | None = None,
+        kept: tuple[int, ...] = (),
+        proposal_id: int = 0,
+        num_accepted: int = 0,
+        error_message: str = "",
+    ) -> Committed:
+        """Take a request out of everything; blocks that a step in flight writes stay until that step is over."""
+        del self._requests[request.new.request_id]
+        self._batcher.remove(request)
+        self._drafts.close(request)
+        request.ended = True
+        if not self._is_in_flight(request):
+            self._batcher.release(request)
+        verifier = request.new.sampling.verifier
+        finish = Finished(
+            reason=reason,
+            prompt_tokens=request.prompt_len,
+            completion_tokens=len(request.text) - request.prompt_len,
+            speculation=request.stats,
+            matched_stop=ending.matched_stop if ending is not None else None,
+            stop_token=ending.stop_token if ending is not None else None,
+            error_message=error_message,
+            reproducible=self.info.row_invariant and verifier is not Verifier.REJECTION,
+        )
+        return Committed(
+            request.new.request_id,
+            request.new.generation,
+            len(request.text) - len(kept),
+            kept,
+            finish,
+            proposal_id=proposal_id,
+            num_accepted=num_accepted,
+        )

@@ -1,0 +1,231 @@
+"""Which rows run in a step: slots, token budget and blocks, without a thought for why.
+
+Requests run in the order of their admission. Every decoding request gets its row first, proposals come second, prompts
+third and new requests last. If blocks run out, the request admitted last gives up its own and is computed anew later
+(its committed tokens are then its prompt), so the oldest one always goes on and every request ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from outrider.core.block_pool import BlockPool
+from outrider.core.plan import GroupInfo, SequencePlan
+from outrider.core.proposal import Proposal, shorten
+from outrider.router.requests import Request
+from outrider.router.rounds import prepared
+
+PREFILL_SHARE = 4  # proposals leave one row in this many to prompts that wait
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One request's part in a step."""
+
+    request: Request
+    plan: SequencePlan
+    proposal: Proposal | None = None  # what is verified
+    draft_id: str = ""
+
+    @property
+    def num_text_rows(self) -> int:
+        return len(self.plan.tokens) - self.plan.num_proposal_tokens
+
+
+class Batcher:
+    """The requests that wait and run, and the blocks of those that run.
+
+    A request keeps its blocks while a step that writes them is in flight; the caller sees to that by calling
+    ``release`` only between steps.
+    """
+
+    def __init__(self, info: GroupInfo, max_num_seqs: int) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._next_seq_id = 1
+        self.reset(info, max_num_seqs)
+
+    def limit(self, max_num_seqs: int) -> None:
+        """Let at most so many requests run; those that run already go on."""
+        self.max_num_seqs = min(max_num_seqs, self.budget)  # each decoding request needs a row in each step
+
+    def reset(self, info: GroupInfo, max_num_seqs: int) -> None:
+        """Start with an empty cache; what ran waits again, in its order, before what waited."""
+        for request in self.running:
+            _forget_cache(request)
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+        self.pool = BlockPool(info.num_blocks, info.block_size)
+        self.budget = info.max_num_batched_tokens
+        self.limit(max_num_seqs)
+        self._released: list[int] = []
+
+    @property
+    def num_pool_positions(self) -> int:
+        return self.pool.num_blocks * self.pool.block_size
+
+    def take_released(self) -> tuple[int, ...]:
+        """Sequences that the group may forget, each told once."""
+        released, self._released = tuple(self._released), []
+        return released
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of the queue or the running ones; its blocks stay until ``release``."""
+        if request.seq_id:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def release(self, request: Request) -> None:
+        """Free the blocks of a request that no step uses."""
+        if request.seq_id:
+            self._released.append(request.seq_id)
+            self.pool.release(request.blocks)
+            _forget_cache(request)
+
+    def can_admit(self) -> bool:
+        """Whether the request at the head of the queue could join the next step."""
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return False
+        # One block stays for each running request, or it might preempt the new one in the very next step.
+        wanted = self.pool.blocks_for(len(self.waiting[0].text)) + len(self.running)
+        return self.pool.can_allocate(wanted)
+
+    def build(self, propose: Callable[[Request], Proposal | None]) -> list[Rows]:
+        """The rows of the next step, at most ``budget``; moves requests between queue and running ones.
+
+        ``propose`` gives the proposal that continues a request's text, of any length, or None.
+        """
+        decoding = [request for request in self.running if request.num_missing == 1]
+        # Growing for one request may preempt a later one, which then has no sequence id.
+        decoding = [request for request in decoding if request.seq_id and self._grow(request)]
+        prompts = [request for request in self.running if request.num_missing > 1]
+        left = self.budget - len(decoding)
+        wanted = sum(request.num_missing for request in prompts)
+        wanted += len(self.waiting[0].text) if self.can_admit() else 0
+        spare = left - min(wanted, left // PREFILL_SHARE)
+        rows = []
+        for index, request in enumerate(decoding):
+            built = self._rows(request, 1, propose, spare // (len(decoding) - index))
+            spare -= built.plan.num_proposal_tokens
+            left -= built.plan.num_proposal_tokens
+            rows.append(built)
+        for request in prompts:
+            left -= self._add_prompt(rows, request, propose, left)
+        while left > 0 and self.can_admit():
+            left -= self._add_prompt(rows, self._admit(), propose, left)
+        return rows
+
+    def computed(self, request: Request, num_rows: int, num_accepted: int) -> None:
+        """A step computed ``num_rows`` rows of text and ``num_accepted`` proposed tokens became text.
+
+        Blocks that held only rejected rows are free again.
+        """
+        request.kv_len += num_rows + num_accepted
+        keep = self.pool.blocks_for(len(request.text))
+        self.pool.release(request.blocks[keep:])
+        del request.blocks[keep:]
+        request.blocks_told = min(request.blocks_told, len(request.blocks))
+
+    def check_integrity(self, in_flight: Iterable[Request]) -> None:
+        """Raise ``AssertionError`` unless the books balance; ``in_flight`` have ended but still hold blocks."""
+        self.pool.check_integrity([request.blocks for request in (*self.running, *in_flight)])
+        if len(self.running) > self.budget:
+            raise AssertionError(f"{len(self.running)} requests run, but a step has only {self.budget} rows")
+        for request in self.waiting:
+            if request.blocks or request.seq_id or request.kv_len or request.introduced or request.blocks_told:
+                raise AssertionError(f"{request.new.request_id} waits and holds a part of the cache")
+        for request in self.running:
+            if not request.seq_id or request.ended:
+                raise AssertionError(f"{request.new.request_id} runs without a sequence, or after its end")
+            if not 0 <= request.kv_len < len(request.text) or request.blocks_told > len(request.blocks):
+                raise AssertionError(f"{request.new.request_id} has {request.kv_len} positions in the cache")
+            if len(request.blocks) < self.pool.blocks_for(request.kv_len):
+                raise AssertionError(f"{request.new.request_id} has keys and values without blocks")
+
+    def _grow(self, request: Request) -> bool:
+        """Get the blocks for all committed tokens, from later requests if need be; False: it had to go itself."""
+        missing = self.pool.blocks_for(len(request.text)) - len(request.blocks)
+        while not self.pool.can_allocate(missing):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.blocks.extend(self.pool.allocate(max(0, missing)))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        self.remove(request)
+        self.release(request)
+        self.waiting.appendleft(request)
+
+    def _admit(self) -> Request:
+        request = self.waiting.popleft()
+        request.seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        request.blocks = self.pool.allocate(self.pool.blocks_for(len(request.text)))
+        self.running.append(request)
+        return request
+
+    def _add_prompt(
+        self, rows: list[Rows], request: Request, propose: Callable[[Request], Proposal | None], left: int
+    ) -> int:
+        """Add the next chunk of a prompt, followed by a proposal if it is the last one. Returns the rows taken."""
+        chunk = min(request.num_missing, left)
+        if chunk == 0:
+            return 0
+        built = self._rows(request, chunk, propose, left - chunk)
+        rows.append(built)
+        return len(built.plan.tokens)
+
+    def _rows(
+        self, request: Request, num_text_rows: int, propose: Callable[[Request], Proposal | None], spare: int
+    ) -> Rows:
+        """Rows for ``num_text_rows`` tokens of the text and, at its end, for at most ``spare`` proposed tokens."""
+        is_last = num_text_rows == request.num_missing
+        proposal = self._fitting(request, propose(request), spare) if is_last and spare > 0 else None
+        proposed = proposal.tokens if proposal is not None else ()
+        start = request.kv_len
+        plan = SequencePlan(
+            seq_id=request.seq_id,
+            generation=request.new.generation,
+            kv_len=start,
+            tokens=(*request.text.tokens[start : start + num_text_rows], *proposed),
+            block_keep=request.blocks_told,
+            block_append=tuple(request.blocks[request.blocks_told :]),
+            num_proposal_tokens=len(proposed),
+            draft_rows=proposal.rows if proposal is not None else (),
+            logits_rows=tuple(range(num_text_rows - 1, num_text_rows + len(proposed))) if is_last else (),
+            sampling=None if request.introduced else request.new.sampling,
+        )
+        request.blocks_told = len(request.blocks)
+        request.introduced = True
+        return Rows(request, plan, proposal, request.proposal_draft if proposal is not None else "")
+
+    def _fitting(self, request: Request, proposal: Proposal | None, spare: int) -> Proposal | None:
+        """The part of a proposal that text, budget and free blocks have room for, with its blocks allocated.
+
+        Its length depends on lengths alone, never on what is proposed: rejection would be bent otherwise.
+        """
+        if proposal is None:
+            return None
+        length = len(request.text)
+        free = (len(request.blocks) + self.pool.num_free) * self.pool.block_size - length
+        count = min(len(proposal.tokens), request.num_useful_proposals, spare, free)
+        if count <= 0:
+            return None
+        missing = self.pool.blocks_for(length + count) - len(request.blocks)
+        request.blocks.extend(self.pool.allocate(max(0, missing)))
+        return prepared(shorten(proposal, count), request.new.sampling.verifier)
+
+
+def _forget_cache(request: Request) -> None:
+    request.seq_id = 0
+    request.kv_len = 0
+    request.blocks = []
+    request.blocks_told = 0
+    request.introduced = False

@@ -1,0 +1,80 @@
+"""When the next step starts: at once, or after a short wait for proposals that are predicted to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outrider.core.proposal import Proposal, usable_suffix
+from outrider.router.drafts import DraftBook
+from outrider.router.policy import (
+    HOLD_FRACTION,
+    averaged,
+    choose_hold,
+    expected_tokens,
+    give_up_after,
+    remaining_eta,
+    should_wait,
+)
+from outrider.router.requests import Request
+
+
+def usable(request: Request) -> Proposal | None:
+    """The part of the request's newest proposal that continues its text, or None."""
+    if request.proposal is None or not request.throttle.is_on:
+        return None
+    return usable_suffix(request.proposal, request.text)
+
+
+class Pacer:
+    """Knows how long steps take and decides how long the next one is held back.
+
+    Attributes:
+        step_s: averaged time of a step without prompt chunks; None before the first.
+        ready_since: since when the next step could have started.
+    """
+
+    def __init__(self) -> None:
+        self.step_s: float | None = None
+        self.ready_since = 0.0
+
+    def step_took(self, seconds: float) -> None:
+        self.step_s = averaged(self.step_s, seconds)
+
+    def hold_until(self, running: Iterable[Request], others: int, drafts: DraftBook, now: float) -> float | None:
+        """Until when to hold back the next step unless a proposal comes, or None to start it now.
+
+        If everyone who could run would rather wait, as long as that pays; else for a small part of a step at most, so
+        that nobody waits for a slow draft of somebody else. ``others`` requests could join the step.
+        """
+        if self.step_s is None:
+            return None
+        ready_tokens, arrivals, latest = float(others), [], []
+        for request in running:
+            k, acceptance = request.num_useful_proposals, request.throttle.acceptance
+            proposal = usable(request)
+            if proposal is not None:
+                ready_tokens += expected_tokens(min(k, len(proposal.tokens)), acceptance)
+                continue
+            predicted = self._predicted(request, drafts, now)
+            if predicted is not None:
+                since, latency_s = predicted
+                eta_s = remaining_eta(now - since, latency_s)
+                if should_wait(eta_s, self.step_s, k, acceptance):
+                    arrivals.append((eta_s, expected_tokens(k, acceptance)))
+                    latest.append(since + give_up_after(latency_s))
+                    continue
+            ready_tokens += 1.0
+        if not arrivals:
+            return None
+        limit = min(latest)
+        if ready_tokens > 0.0:
+            limit = min(limit, self.ready_since + HOLD_FRACTION * self.step_s)
+        return limit if choose_hold(ready_tokens, arrivals, self.step_s, limit - now) > 0.0 else None
+
+    @staticmethod
+    def _predicted(request: Request, drafts: DraftBook, now: float) -> tuple[float, float] | None:
+        """Since when and for how long a proposal is predicted to take, where it could be of use."""
+        if request.session is None or request.num_missing > 1 or request.num_useful_proposals == 0:
+            return None
+        drafts.note_overdue(request.session, now)
+        return drafts.predicted(request.session)

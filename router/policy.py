@@ -1,0 +1,146 @@
+"""How much to speculate and how long to wait: pure functions of what was observed.
+
+Vocabulary: ``k`` proposal tokens are verified per round; ``acceptance`` is the chance that a proposal token is accepted
+given that all before it were; ``step_s`` is the time of a target step; ``eta_s`` is the predicted time until a proposal
+arrives. All times are in seconds.
+
+Nothing here sees a proposal's tokens: under rejection, whether a proposal is used may depend on past commits, on
+lengths and on time, never on what was drawn (docs/exactness.md).
+
+Why a request does not sit out a step that runs without it: a proposal asked for with ``num_tokens_to_ask`` is still
+useful when it comes one step late. Decoding plainly and using its remainder yields, over two steps, about
+``1 + acceptance * E + (1 - acceptance)`` tokens, sitting out yields ``E``; with ``E = expected_tokens(k, acceptance)``
+the former is larger unless ``E > (2 - acceptance) / (1 - acceptance)``, which ``E <= 1 / (1 - acceptance)`` rules out.
+So waiting can only pay while no step runs, and ``choose_hold`` weighs a delayed start of the next step for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+SMOOTHING = 0.25  # weight of the newest value in exponential averages
+OVERDUE_FACTOR = 2.0  # a proposal that takes this many times its predicted time ...
+OVERDUE_GRACE_S = 0.005  # ... and this much longer is not waited for
+HOLD_FRACTION = 0.2  # of a step: the longest that requests which could run are held back for others
+SPECULATION_COST = 0.15  # extra time of a round with a proposal, as a fraction of one without
+CONFIDENCE_Z = 2.0  # standard normal quantile of the one-sided bound below which speculation stops (2.3 %)
+MEMORY_ROUNDS = 64  # rounds after which an outcome has lost most of its weight
+FIRST_PAUSE = 32  # rounds without speculation before it is tried again
+LONGEST_PAUSE = 512
+KEPT_EVIDENCE = 0.75  # weight that outcomes keep over a pause
+
+
+def averaged(average: float | None, value: float) -> float:
+    """Exponential average; the first value counts in full."""
+    return value if average is None else average + SMOOTHING * (value - average)
+
+
+def num_tokens_to_ask(k: int, lag_tokens: float, maximum: int) -> int:
+    """Tokens to ask of a draft whose proposals come when ``lag_tokens`` more tokens are already committed.
+
+    The first ``lag_tokens`` of such a proposal are decided by then, so that many more are asked for, up to ``maximum``.
+    """
+    if k <= 0:
+        return 0
+    return max(0, min(k + int(lag_tokens + 0.75), maximum))
+
+
+def expected_tokens(k: int, acceptance: float) -> float:
+    """Mean tokens of a round, ``1 + a + ... + a^k`` (Leviathan, Kalman, Matias 2023, equation 1)."""
+    return 1.0 + sum(acceptance**i for i in range(1, k + 1))
+
+
+def should_wait(eta_s: float, step_s: float, k: int, acceptance: float) -> bool:
+    """Whether waiting ``eta_s`` for a proposal gives more tokens per second than a plain step now."""
+    return expected_tokens(k, acceptance) * step_s > eta_s + step_s
+
+
+def give_up_after(latency_s: float) -> float:
+    """Time after a commit at which a proposal predicted to take ``latency_s`` is no longer waited for."""
+    return OVERDUE_FACTOR * latency_s + OVERDUE_GRACE_S
+
+
+def remaining_eta(elapsed_s: float, latency_s: float) -> float:
+    """Predicted time until a proposal arrives; one that is overdue is predicted to come soon, not at once."""
+    return max(latency_s - elapsed_s, 0.1 * latency_s + 0.0002)
+
+
+def choose_hold(ready_tokens: float, arrivals: Sequence[tuple[float, float]], step_s: float, longest_s: float) -> float:
+    """How long to hold back the next step so that it makes the most tokens per second; 0 means: start now.
+
+    Args:
+        ready_tokens: expected tokens of the requests that wait for nothing.
+        arrivals: for each request that waits for a proposal, its eta and the tokens expected once it is there; without
+            it the request makes one.
+        longest_s: most that the step may be held back.
+    """
+    best_hold, best_rate = 0.0, (ready_tokens + len(arrivals)) / step_s
+    for hold in sorted({eta for eta, _ in arrivals if eta <= longest_s}):
+        tokens = ready_tokens + sum(expected if eta <= hold else 1.0 for eta, expected in arrivals)
+        rate = tokens / (hold + step_s)
+        if rate > best_rate:
+            best_hold, best_rate = hold, rate
+    return best_hold
+
+
+@dataclass(frozen=True)
+class Throttle:
+    """What past rounds of one request say about whether its speculation pays.
+
+    Attributes:
+        accepted: proposal tokens accepted, recent rounds counting more.
+        rejected: rounds that ended in a rejection, likewise.
+        pause: rounds to go without speculation; 0 means that it is on.
+        next_pause: length of the next pause.
+    """
+
+    accepted: float = 0.0
+    rejected: float = 0.0
+    pause: int = 0
+    next_pause: int = FIRST_PAUSE
+
+    @property
+    def is_on(self) -> bool:
+        return self.pause == 0
+
+    @property
+    def acceptance(self) -> float:
+        """Posterior mean under a uniform prior."""
+        return (self.accepted + 1.0) / (self.accepted + self.rejected + 2.0)
+
+
+def acceptance_bound(accepted: float, rejected: float) -> float:
+    """Upper end of Wilson's score interval for the acceptance (Wilson 1927)."""
+    trials = accepted + rejected
+    if trials == 0.0:
+        return 1.0
+    rate, z2 = accepted / trials, CONFIDENCE_Z**2
+    spread = CONFIDENCE_Z * math.sqrt(rate * (1.0 - rate) / trials + z2 / (4.0 * trials**2))
+    return min(1.0, (rate + z2 / (2.0 * trials) + spread) / (1.0 + z2 / trials))
+
+
+def after_round(throttle: Throttle, num_draft_tokens: int, num_accepted: int) -> Throttle:
+    """The throttle after a round that verified ``num_draft_tokens`` > 0.
+
+    Speculation pauses once even the upper bound of the acceptance leaves it slower than plain decoding. After the pause
+    a few more rounds decide again; each failure doubles the pause.
+    """
+    decay = 1.0 - 1.0 / MEMORY_ROUNDS
+    accepted = throttle.accepted * decay + num_accepted
+    rejected = throttle.rejected * decay + (1 if num_accepted < num_draft_tokens else 0)
+    if expected_tokens(num_draft_tokens, acceptance_bound(accepted, rejected)) - 1.0 < SPECULATION_COST:
+        return Throttle(
+            accepted=accepted * KEPT_EVIDENCE,
+            rejected=rejected * KEPT_EVIDENCE,
+            pause=throttle.next_pause,
+            next_pause=min(2 * throttle.next_pause, LONGEST_PAUSE),
+        )
+    pays = accepted > 0 and accepted / (accepted + rejected) > SPECULATION_COST
+    return Throttle(accepted, rejected, next_pause=FIRST_PAUSE if pays else throttle.next_pause)
+
+
+def after_plain_round(throttle: Throttle) -> Throttle:
+    """The throttle after a round without a proposal."""
+    return replace(throttle, pause=throttle.pause - 1) if throttle.pause else throttle
