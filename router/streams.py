@@ -1,0 +1,80 @@
+"""A bidirectional gRPC stream whose every failure is one exception with one line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from outrider.core.errors import Unavailable
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+CHANNEL_OPTIONS = (
+    # Rows of draft probabilities and results of large batches exceed gRPC's default of 4 MiB.
+    ("grpc.max_send_message_length", 256 << 20),
+    ("grpc.max_receive_message_length", 256 << 20),
+    # A new process may listen on an address that was dead a moment ago.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Channels are few and long-lived; a shared pool of connections would outlive them.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class BidiStream(Generic[Request, Response]):
+    """Messages to and from one peer. ``write`` and ``read`` raise ``Unavailable`` once the stream is over."""
+
+    def __init__(self, address: str, peer: str, method: Callable[[grpc.aio.Channel], Any]) -> None:
+        """``peer`` names the other side in errors; ``method`` takes the RPC from a channel."""
+        self.address = address
+        self.peer = f"{peer} at {address}"
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._call: Any = method(self._channel)()  # grpc-stubs know neither the calls' EOF nor their reader API
+        self._ended: Unavailable | None = None
+
+    async def write(self, message: Request) -> None:
+        await self._guarded(self._call.write(message))
+
+    async def read(self) -> Response:
+        response = await self._guarded(self._call.read())
+        if response is grpc.aio.EOF:  # type: ignore[attr-defined]
+            raise self._broken(await self._status())
+        return response  # type: ignore[no-any-return]
+
+    def end(self, reason: str) -> None:
+        """Make pending and later calls raise ``Unavailable(reason)``; the first reason stays."""
+        self._ended = self._ended or Unavailable(reason)
+        self._call.cancel()
+
+    async def close(self) -> None:
+        """End the stream and its connection. Does not raise."""
+        self.end(f"the stream to the {self.peer} was closed")
+        with contextlib.suppress(grpc.RpcError):
+            await self._channel.close(None)
+
+    async def _guarded(self, operation: Any) -> Any:
+        try:
+            return await operation
+        except grpc.aio.AioRpcError as error:
+            raise self._broken(error.details() or error.code().name) from error
+        except asyncio.InvalidStateError as error:
+            raise self._broken("it has ended") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._ended is None or (task is not None and task.cancelling()):
+                raise  # whoever waits here was cancelled, not the call
+            raise self._ended from None
+
+    def _broken(self, reason: str) -> Unavailable:
+        return self._ended or Unavailable(f"the stream to the {self.peer} broke: {reason}")
+
+    async def _status(self) -> str:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                return f"{(await self._call.code()).name} {await self._call.details() or ''}".strip()
+        return "no status"
