@@ -121,8 +121,24 @@ def local_size(rank_nodes: Sequence[str]) -> int:
     return len(rank_nodes) if len(set(rank_nodes)) == 1 else 1
 
 
-def threads_per_actor(cores: int, num_actors: int) -> int:
-    """Threads that each of ``num_actors`` on a machine of ``cores`` gets: an equal share, at least one."""
+def threads_per_actor(
+    node_id: str | None, nodes: Sequence[NodeFacts], rank_nodes: Sequence[str], drafts: Sequence[DraftSeat]
+) -> int:
+    """Threads for each actor on a node: an equal share of its cores, at least one.
+
+    ``node_id`` None is whichever node Ray gives to a draft. Drafts that are not bound to rank 0 are taken to spread
+    over the nodes without ranks, or over all where there are none.
+    """
+    bound = sum(seat.pool.placement == "sameNode" for seat in drafts)
+    away = [node.node_id for node in nodes if node.node_id not in rank_nodes] or [node.node_id for node in nodes]
+    if node_id is None:
+        node_id = away[0]
+    num_actors = list(rank_nodes).count(node_id)
+    if node_id == rank_nodes[0]:
+        num_actors += bound
+    if node_id in away:
+        num_actors += -(-(len(drafts) - bound) // len(away))
+    cores = next((node.cores for node in nodes if node.node_id == node_id), 1)
     return max(1, cores // max(1, num_actors))
 
 

@@ -103,9 +103,21 @@ def test_memory_is_shared_only_where_all_ranks_are_on_one_node() -> None:
     assert local_size(["a"]) == 1
 
 
-@pytest.mark.parametrize(("cores", "actors", "threads"), [(2, 3, 1), (16, 3, 5), (8, 1, 8), (4, 0, 4)])
-def test_threads_are_shared_equally(cores: int, actors: int, threads: int) -> None:
-    assert threads_per_actor(cores, actors) == threads
+def test_threads_share_the_cores_of_one_machine_among_all_actors() -> None:
+    drafts = plan_placement(settings({"placement": "remote"})).drafts
+    assert threads_per_actor("a", [node("a", cpus=2)], ["a", "a"], drafts) == 1
+    assert threads_per_actor("a", [node("a", cpus=16)], ["a", "a"], drafts) == 5
+    assert threads_per_actor(None, [node("a", cpus=16)], ["a", "a"], drafts) == 5
+    assert threads_per_actor("a", [node("a", cpus=16)], ["a"], ()) == 16
+
+
+def test_threads_follow_the_node() -> None:
+    placement = plan_placement(settings({"name": "s", "placement": "sameNode"}, {"name": "r", "placement": "remote"}))
+    nodes = [node("a", cpus=12), node("b", cpus=8), node("c", cpus=6)]
+    assert threads_per_actor("a", nodes, ["a", "b"], placement.drafts) == 6
+    assert threads_per_actor("b", nodes, ["a", "b"], placement.drafts) == 8
+    assert threads_per_actor("c", nodes, ["a", "b"], placement.drafts) == 6
+    assert threads_per_actor(None, nodes, ["a", "b"], placement.drafts) == 6
 
 
 def test_a_shortage_is_named() -> None:

@@ -1,0 +1,100 @@
+"""The supervisor's side of one draft worker: start it, see that it lives, start another in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from outrider.cluster.placement import DraftSeat, draft_node
+from outrider.cluster.ray_cluster import Actor, Draft, RayCluster, thread_environment
+from outrider.cluster.target_group import TargetGroup
+from outrider.core.errors import GroupError
+
+WORKER = "outrider.workers.draft.worker:DraftWorker"
+START_TIMEOUT_S = 600.0
+HEALTH_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.5
+
+
+class DraftProcess:
+    """One seat and whoever sits in it. Each worker has an id of its own: ``draft-0``, after a death ``draft-0.1``."""
+
+    def __init__(
+        self, ray_cluster: RayCluster, seat: DraftSeat, group: TargetGroup, *, cluster: str, redis_url: str
+    ) -> None:
+        self._ray = ray_cluster
+        self._seat = seat
+        self._group = group
+        self._cluster = cluster
+        self._redis_url = redis_url
+        self._incarnations = itertools.count()
+        self._actor: Actor | None = None
+        self.draft_id = seat.name
+
+    async def start(self, threads_on: Callable[[str | None], int]) -> None:
+        """Start a worker and wait until it serves. Raises ``OutriderError`` and leaves no process if that fails.
+
+        ``threads_on`` gives the threads of an actor on a node, or on one that Ray chooses.
+        """
+        incarnation = next(self._incarnations)
+        self.draft_id = self._seat.name if incarnation == 0 else f"{self._seat.name}.{incarnation}"
+        node, options = self._where()
+        num_threads = self._seat.pool.num_threads or threads_on(node)
+        arguments = {
+            "config": self._seat.pool.model_copy(update={"num_threads": num_threads}),
+            "cluster": self._cluster,
+            "draft_id": self.draft_id,
+            "redis_url": self._redis_url,
+        }
+        self._actor = Actor(
+            f"draft {self.draft_id}",
+            Draft,
+            WORKER,
+            arguments,
+            needs=self._seat.needs,
+            name=self.draft_id,
+            runtime_env={"env_vars": thread_environment(num_threads)},
+            **options,
+        )
+        try:
+            await self._actor.call("start", timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            self.discard()
+            raise
+
+    async def watch(self) -> None:
+        """Runs while the worker is well. Raises ``GroupError`` as soon as it is not."""
+        while self._actor is not None:
+            report = await self._actor.call("health", timeout_s=HEALTH_TIMEOUT_S)
+            if report["state"] != "ready":
+                raise GroupError(
+                    f"draft {self.draft_id} is {report['state']}: {report.get('error', 'no reason given')}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self) -> None:
+        """Ask the worker to leave, then end it."""
+        if self._actor is not None:
+            with contextlib.suppress(GroupError):
+                await self._actor.call("stop", timeout_s=STOP_TIMEOUT_S)
+        self.discard()
+
+    def discard(self) -> None:
+        """End the process at once."""
+        if self._actor is not None:
+            self._actor.kill()
+            self._actor = None
+
+    def _where(self) -> tuple[str | None, dict[str, Any]]:
+        """The node, or None where Ray chooses, and the Ray options that say so."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        pool, rank_nodes = self._seat.pool, self._group.rank_nodes
+        node = draft_node(pool.placement, self._seat.needs, self._ray.nodes(), rank_nodes)
+        if pool.placement == "sameNode":
+            return node, self._group.draft_options()
+        return node, {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}

@@ -1,0 +1,200 @@
+"""The Ray cluster that hosts the actors: a local one of our own, or one that is joined by its address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.cluster.config import RayConfig
+from outrider.cluster.placement import NodeFacts, Resources, shortage
+from outrider.core.errors import ConfigError, GroupError, OutriderError, Unavailable
+
+OBJECT_STORE_BYTES = 80 << 20  # tensors never go through Ray; this is about the least that it takes
+
+
+class Hosted:
+    """An actor that makes an object by its name and passes calls on, so that the supervisor never imports torch."""
+
+    def __init__(self, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._object, method)(*args)
+
+
+class TargetRank(Hosted):
+    """So that ``ps`` and Ray's tools show what it is."""
+
+
+class Draft(Hosted):
+    """So that ``ps`` and Ray's tools show what it is."""
+
+
+class RayCluster:
+    """A connection to Ray from ``start`` to ``stop``; one for each process."""
+
+    def __init__(self, config: RayConfig, cluster: str) -> None:
+        self._config = config
+        self._namespace = f"outrider-{cluster}"
+        self.address = ""
+        self.scratch: Path | None = None  # to remove after ``stop``
+
+    @property
+    def is_local(self) -> bool:
+        return self._config.address is None
+
+    def prepare(self) -> None:
+        """Make the folder of a local Ray's files. Its path is short: Unix sockets allow 107 bytes."""
+        if self.is_local:
+            self.scratch = Path(tempfile.mkdtemp(prefix="outrider-ray-", dir="/tmp"))
+
+    def start(self, num_actors: int) -> None:
+        """Start a local Ray with room for ``num_actors``, or join the one that the settings name.
+
+        Raises ``Unavailable`` if it does not answer.
+        """
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        import ray
+
+        options: dict[str, Any] = {"namespace": self._namespace, "log_to_driver": True, "logging_level": "WARNING"}
+        if self.is_local:
+            options |= {
+                "address": "local",
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                # CPUs are what Ray counts actors by; threads are shared out by ``threads_per_actor``.
+                "num_cpus": self._config.num_cpus or max(usable_cores(), num_actors),
+                "_temp_dir": str(self.scratch),
+                "_node_ip_address": "127.0.0.1",
+            }
+        else:
+            options["address"] = self._config.address
+        try:
+            ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            where = "a local Ray" if self.is_local else f"Ray at {self._config.address} (ray.address)"
+            raise Unavailable(f"{where} cannot be used: {first_line(error)}") from error
+        self.address = ray.get_runtime_context().gcs_address
+
+    def nodes(self) -> list[NodeFacts]:
+        """The living nodes, in order of their ids."""
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        return [
+            NodeFacts(
+                node_id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                cores=usable_cores() if self.is_local else int(node["Resources"].get("CPU", 1)),
+                total=node["Resources"],
+                available=free.get(node["NodeID"], {}),
+            )
+            for node in sorted(ray.nodes(), key=lambda node: str(node["NodeID"]))
+            if node["Alive"]
+        ]
+
+    async def place(self, bundles: Sequence[Resources], strategy: str, timeout_s: float) -> Any:
+        """A placement group that holds the bundles. Raises ``ConfigError`` if there is no room for it."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        lacking = shortage(bundles, self.nodes())
+        if lacking is not None:
+            raise ConfigError(f"Ray cannot place the target: {lacking}; see ray.num_cpus and target.resources")
+        group = placement_group(list(bundles), strategy=strategy)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout_s)
+        except TimeoutError:
+            remove_placement_group(group)
+            raise ConfigError(
+                f"Ray found no room for {len(bundles)} ranks with strategy {strategy} within {timeout_s:g} s; "
+                "see target.placement_strategy, or `ray status` for who holds the resources"
+            ) from None
+        return group
+
+    def stop(self) -> None:
+        """Leave, and end a local Ray with all of its processes."""
+        import ray
+
+        with contextlib.suppress(SystemExit):
+            ray.shutdown()
+
+
+class Actor:
+    """One remote object: calls with deadlines, errors in our own words."""
+
+    def __init__(self, title: str, kind: type[Hosted], where: str, kwargs: dict[str, Any], **options: Any) -> None:
+        """``where`` is ``module:Class``; ``options`` are those of Ray, with ``resources`` as a bundle spells them."""
+        import ray
+
+        self.title = title
+        needs: Resources = options.pop("needs")
+        module, _, name = where.partition(":")
+        custom = {key: amount for key, amount in needs.items() if key not in ("CPU", "GPU")}
+        self._handle = (
+            ray.remote(kind)
+            .options(
+                num_cpus=needs.get("CPU", 0.0),
+                num_gpus=needs.get("GPU", 0.0),
+                resources=custom,
+                max_restarts=0,
+                **options,
+            )
+            .remote(module, name, (), kwargs)
+        )
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Raises the ``OutriderError`` that the object raised; ``GroupError`` if it died, broke or was silent."""
+        import ray.exceptions
+
+        try:
+            reply = self._handle.call.remote(method, *args)
+            return await asyncio.wait_for(asyncio.wrap_future(reply.future()), timeout_s)
+        except TimeoutError:
+            raise GroupError(f"{self.title} did not answer {method!r} within {timeout_s:g} s") from None
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, OutriderError):
+                raise type(cause)(*cause.args) from None
+            raise GroupError(
+                f"{self.title} failed in {method!r}: {type(cause).__name__}: {first_line(cause)}"
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise GroupError(f"{self.title} died") from error
+        except ray.exceptions.RayError as error:
+            raise GroupError(f"{self.title} is lost: {first_line(error)}") from error
+
+    def kill(self) -> None:
+        """End its process now. Does nothing if it is dead."""
+        import ray
+
+        ray.kill(self._handle, no_restart=True)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, short enough for one of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Variables of an actor's process that bound its threads before any library starts some."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        # A folder named like one of our rooms in the working directory must not be importable by its bare name.
+        "PYTHONSAFEPATH": "1",
+    }

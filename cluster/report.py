@@ -1,0 +1,82 @@
+"""How a supervisor tells whoever started it what it is doing: lines on a terminal, or records in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, TextIO
+
+Event = Literal["progress", "ready", "error"]
+
+
+class Reporter:
+    """Writes events to a stream; a reader that went away is no fault."""
+
+    def __init__(self, stream: TextIO, *, as_records: bool) -> None:
+        self._stream: TextIO | None = stream
+        self._as_records = as_records
+
+    def progress(self, line: str) -> None:
+        self._say("progress", line)
+
+    def ready(self, address: str) -> None:
+        """Last event of a start that went well. ``address`` is the router's."""
+        self._say("ready", address)
+
+    def error(self, line: str) -> None:
+        """Last event of a start that failed."""
+        self._say("error", line)
+
+    def close(self) -> None:
+        """Nothing is written from here on."""
+        if self._stream is not None and self._as_records:
+            with contextlib.suppress(OSError):
+                self._stream.close()
+            self._stream = None
+
+    def _say(self, event: Event, line: str) -> None:
+        if self._stream is None:
+            return
+        if self._as_records:
+            text = json.dumps([event, line])
+        elif event == "ready":
+            text = f"ready: the router listens on {line}"
+        else:
+            text = f"error: {line}" if event == "error" else line
+        try:
+            print(text, file=self._stream, flush=True)
+        except (OSError, ValueError):
+            self._stream = None
+
+
+def read_record(line: str) -> tuple[Event, str] | None:
+    """What ``Reporter`` wrote as a record, or None for anything else."""
+    try:
+        event, text = json.loads(line)
+    except (ValueError, TypeError):
+        return None
+    return event, text
+
+
+@contextlib.contextmanager
+def output_to(log_file: Path) -> Iterator[None]:
+    """Send this process's standard output and error, and those of its children, to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)

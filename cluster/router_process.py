@@ -1,0 +1,152 @@
+"""The router as a subprocess of the supervisor: start it, wait until it serves all that it should, stop it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.registry import Registry
+from outrider.core.errors import GroupError, Unavailable
+
+REGISTER_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.25
+
+
+class RouterProcess:
+    """One router. ``start`` may be called again after it ended; it then keeps its port if that is still free."""
+
+    def __init__(self, config: ClusterConfig, folder: Path, redis_url: str, *, router_id: str = "router-0") -> None:
+        self._config = config
+        self._folder = folder
+        self._redis_url = redis_url
+        self._process: subprocess.Popen[bytes] | None = None
+        self.router_id = router_id
+        self.address = ""
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError("the router was not started")
+        return self._process.pid
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def launch(self) -> None:
+        """Start the process; it does not serve yet."""
+        settings = self._folder / "settings.yaml"
+        settings.write_text(yaml.safe_dump(self._settings().model_dump(mode="json")))
+        command = [sys.executable, "-P", "-m", "outrider.router", "-f", str(settings), "--redis", self._redis_url]
+        with self._log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, "--router-id", self.router_id],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in a terminal is for the supervisor
+                env={**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+
+    async def wait_registered(self, registry: Registry) -> None:
+        """Wait until it announces its address. Raises ``GroupError`` if it ends or takes too long."""
+        deadline = time.monotonic() + REGISTER_TIMEOUT_S
+        while True:
+            record = (await registry.members("router")).get(self.router_id)
+            if record is not None and record["pid"] == self.pid:
+                self.address = record["address"]
+                return
+            self._raise_if_ended()
+            if time.monotonic() > deadline:
+                raise GroupError(f"the router did not register within {REGISTER_TIMEOUT_S:g} s; see {self._log_file}")
+            await asyncio.sleep(0.05)
+
+    async def wait_ready(self, num_drafts: int) -> None:
+        """Wait until it reports a target group that is ready and ``num_drafts`` drafts."""
+        import grpc
+        import grpc.aio
+
+        from outrider.v1 import admin_pb2, admin_pb2_grpc
+
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        seen = "no answer"
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            while True:
+                try:
+                    status = await stub.Status(admin_pb2.StatusRequest(), timeout=5.0)
+                    states = [group.state for group in status.groups]
+                    drafts = [draft.state for draft in status.drafts]
+                    if states and all(state == "ready" for state in states) and drafts.count("ready") >= num_drafts:
+                        return
+                    seen = f"groups {states}, drafts {drafts}"
+                except grpc.aio.AioRpcError as error:
+                    seen = error.details() or error.code().name
+                self._raise_if_ended()
+                if time.monotonic() > deadline:
+                    raise GroupError(
+                        f"the router is not ready after {READY_TIMEOUT_S:g} s ({seen}); see {self._log_file}"
+                    )
+                await asyncio.sleep(0.1)
+
+    async def watch(self) -> None:
+        """Runs while the process does. Raises ``Unavailable`` when it ended."""
+        while True:
+            self._raise_if_ended()
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL if it does not go."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def last_words(self) -> str:
+        """The last line that it wrote."""
+        try:
+            lines = self._log_file.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        lines = [line.strip() for line in lines if line.strip()]
+        return lines[-1].removeprefix("error: ")[:300] if lines else ""
+
+    @property
+    def _log_file(self) -> Path:
+        return self._folder / "router.log"
+
+    def _settings(self) -> ClusterConfig:
+        port = self.address.rpartition(":")[2]
+        if not port or self._config.router.port:
+            return self._config
+        return self._config.model_copy(
+            update={"router": self._config.router.model_copy(update={"port": self._free_again(int(port))})}
+        )
+
+    def _free_again(self, port: int) -> int:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._config.router.host, port))
+            except OSError:
+                return 0
+        return port
+
+    def _raise_if_ended(self) -> None:
+        if not self.running():
+            status = self._process.poll() if self._process is not None else None
+            words = self.last_words() or f"see {self._log_file}"
+            raise Unavailable(f"the router ended with status {status}: {words}")

@@ -1,0 +1,301 @@
+"""The process behind ``outrider up``: starts Redis, Ray, ranks, drafts and router, watches them, stops them.
+
+``python -m outrider.cluster.supervisor -f FILE [--report-fd N]`` is the detached form; with ``--report-fd`` progress
+goes to that pipe as records (see ``report``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outrider.cluster.checks import check_models, check_router_port
+from outrider.cluster.config import ClusterConfig, load_config
+from outrider.cluster.draft_pool import DraftProcess
+from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, threads_per_actor
+from outrider.cluster.ray_cluster import RayCluster
+from outrider.cluster.redis_server import RedisServer
+from outrider.cluster.registry import Registry, masked
+from outrider.cluster.report import Reporter, output_to
+from outrider.cluster.router_process import RouterProcess
+from outrider.cluster.state import ClusterState, StateFolder, child_of
+from outrider.cluster.target_group import TargetGroup
+from outrider.cluster.waiting import all_or_first_error
+from outrider.core.errors import OutriderError, Unavailable
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], Awaitable[None]]
+Part = TypeVar("Part")
+
+POLL_S = 0.25
+BACK_OFF_S = (0.2, 15.0)  # first and longest wait before another try
+HEALTHY_S = 30.0  # after that long without a death the waits start over
+
+
+class Supervisor:
+    """One cluster from ``run`` to the end of ``run``."""
+
+    def __init__(self, config: ClusterConfig, settings_file: Path, folder: StateFolder, reporter: Reporter) -> None:
+        self._config = config
+        self._folder = folder
+        self._reporter = reporter
+        self._state = ClusterState(config.cluster, os.getpid(), "starting", settings_file=str(settings_file))
+        self._stopping = asyncio.Event()
+        self._redis: RedisServer | None = None
+        self._ray = RayCluster(config.ray, config.cluster)
+        self._ray_started = False
+        self._registry: Registry | None = None
+        self._group: TargetGroup | None = None
+        self._seats: tuple[DraftSeat, ...] = ()
+        self._drafts: list[DraftProcess] = []
+        self._router: RouterProcess | None = None
+
+    async def run(self) -> None:
+        """Start everything, serve until SIGTERM or SIGINT, stop everything.
+
+        Raises ``OutriderError`` if the start fails; what was started by then is stopped.
+        """
+        self._listen()
+        try:
+            await self._until_stopped(self._start())
+            if self._state.phase != "ready":
+                raise Unavailable("stopped before the cluster was ready")
+            await self._until_stopped(self._watch())
+        finally:
+            await self._stop()
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stopping.set)
+
+    async def _until_stopped(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            task.result()
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    # ---- start ----
+
+    async def _start(self) -> None:
+        self._remember()
+        redis_url = await self._start_redis()
+        self._registry = registry = Registry(redis_url, self._config.cluster)
+        await registry.check()
+        placement = await self._start_ray()
+        self._group = group = TargetGroup(
+            self._ray,
+            placement,
+            self._config.target,
+            cluster=self._config.cluster,
+            group_id="target",
+            redis_url=redis_url,
+        )
+        await group.place()
+        self._drafts = [
+            DraftProcess(self._ray, seat, group, cluster=self._config.cluster, redis_url=redis_url)
+            for seat in placement.drafts
+        ]
+        self._seats = placement.drafts
+        self._router = router = RouterProcess(self._config, self._folder.path, redis_url)
+        router.launch()
+        self._remember()
+        ranks = self._config.target.tensor_parallel_size
+        self._reporter.progress(f"loading the target {self._config.target.model} on {ranks} rank(s)")
+        for draft in self._drafts:
+            self._reporter.progress(f"starting the draft {draft.draft_id}")
+        await all_or_first_error(self._build_group(), *(self._start_draft(draft) for draft in self._drafts))
+        await router.wait_registered(registry)
+        await router.wait_ready(len(self._drafts))
+        self._remember(phase="ready", router_address=router.address)
+        self._reporter.ready(router.address)
+        self._reporter.close()
+
+    async def _start_redis(self) -> str:
+        url = self._config.redis.url
+        if url is not None:
+            self._reporter.progress(f"using Redis at {masked(url)}")
+        else:
+            self._redis = RedisServer(self._folder.path / "redis")
+            await asyncio.to_thread(self._redis.start)
+            url = self._redis.url
+            self._reporter.progress(f"started Redis at {url}")
+        self._remember(redis_url=url)
+        return url
+
+    async def _start_ray(self) -> ClusterPlacement:
+        placement = plan_placement(self._config)
+        self._ray.prepare()
+        if self._ray.scratch is not None:
+            self._remember(scratch=(str(self._ray.scratch),))
+            self._reporter.progress("starting a local Ray")
+        else:
+            self._reporter.progress(f"joining Ray at {self._config.ray.address}")
+        self._ray_started = True
+        # In this thread: Ray ties its processes to the thread that started them.
+        self._ray.start(placement.num_actors)
+        self._listen()  # Ray takes SIGTERM for itself
+        self._remember(ray_address=self._ray.address)
+        gpus = sum(node.total.get("GPU", 0.0) for node in self._ray.nodes())
+        return plan_placement(self._config, num_gpus=gpus)
+
+    async def _build_group(self) -> None:
+        group = _need(self._group)
+        group.discard()
+        await group.build(_need(self._registry), self._threads_on)
+        ranks = ", ".join(f"rank {rank} is process {facts['pid']}" for rank, facts in enumerate(group.rank_facts))
+        self._reporter.progress(f"the target is ready in epoch {group.epoch}: {ranks}")
+
+    async def _start_draft(self, draft: DraftProcess) -> None:
+        draft.discard()
+        await draft.start(self._threads_on)
+        self._reporter.progress(f"the draft {draft.draft_id} is ready")
+
+    async def _start_router(self) -> None:
+        router = _need(self._router)
+        router.launch()
+        self._remember()
+        await router.wait_registered(_need(self._registry))
+        self._remember(router_address=router.address)
+        self._reporter.progress(f"the router listens on {router.address} again")
+
+    def _threads_on(self, node_id: str | None) -> int:
+        return threads_per_actor(node_id, self._ray.nodes(), _need(self._group).rank_nodes, self._seats)
+
+    def _remember(self, **changes: Any) -> None:
+        """Write the state down, with the processes that would outlive a killed supervisor."""
+        children = []
+        with contextlib.suppress(ProcessLookupError):
+            if self._redis is not None and self._redis.running():
+                children.append(child_of("redis-server", self._redis.pid))
+            if self._router is not None and self._router.running():
+                children.append(child_of("router", self._router.pid))
+        self._state = dataclasses.replace(self._state, children=tuple(children), **changes)
+        self._folder.write(self._state)
+
+    # ---- watch ----
+
+    async def _watch(self) -> None:
+        group, router = _need(self._group), _need(self._router)
+        keepers = [
+            self._keep("the target group", group.watch, self._build_group),
+            self._keep("the router", router.watch, self._start_router),
+            *(self._keep("a draft", draft.watch, partial(self._start_draft, draft)) for draft in self._drafts),
+        ]
+        if self._redis is not None:
+            keepers.append(self._keep("redis-server", self._watch_redis, self._restart_redis))
+        await all_or_first_error(*keepers)
+
+    async def _keep(self, what: str, watch: Work, restore: Work) -> None:
+        """Restore something each time its watch reports a fault; wait longer after each try that fails."""
+        delay = BACK_OFF_S[0]
+        while True:
+            began = time.monotonic()
+            try:
+                await watch()
+            except OutriderError as error:
+                log.warning("%s failed: %s", what, error)
+                self._reporter.progress(f"{error}; starting again")
+            if time.monotonic() - began > HEALTHY_S:
+                delay = BACK_OFF_S[0]
+            restored = False
+            while not restored:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, BACK_OFF_S[1])
+                try:
+                    await restore()
+                    restored = True
+                except OutriderError as error:
+                    log.error("%s could not be started again: %s", what, error)
+
+    async def _watch_redis(self) -> None:
+        while True:
+            if not _need(self._redis).running():
+                raise Unavailable("redis-server ended")
+            await asyncio.sleep(POLL_S)
+
+    async def _restart_redis(self) -> None:
+        server = _need(self._redis)
+        await asyncio.to_thread(server.start, port=server.port)
+        self._remember()
+
+    # ---- stop ----
+
+    async def _stop(self) -> None:
+        """Clients first, then what they stand on. Each part is stopped whatever became of the others."""
+        if self._state.phase == "ready":
+            self._reporter.progress("stopping")
+        if self._router is not None:
+            await self._router.stop()
+        await asyncio.gather(*(draft.stop() for draft in self._drafts))
+        if self._group is not None:
+            await self._group.stop()
+            self._group.release()
+        if self._ray_started:
+            self._ray.stop()
+        if self._registry is not None:
+            await self._registry.aclose()
+        if self._redis is not None:
+            await asyncio.to_thread(self._redis.stop)
+
+
+def _need(part: Part | None) -> Part:
+    if part is None:
+        raise RuntimeError("used before the start got that far")
+    return part
+
+
+def supervise(settings_file: Path, *, report_fd: int | None = None) -> int:
+    """Run a cluster in this process until it is told to stop. Answers the exit code; errors were reported by then.
+
+    Progress goes to the standard error of before, or as records to ``report_fd``.
+    """
+    settings_file = settings_file.resolve()
+    number = os.dup(2) if report_fd is None else report_fd
+    os.set_inheritable(number, False)
+    with os.fdopen(number, "w") as stream:
+        reporter = Reporter(stream, as_records=report_fd is not None)
+        try:
+            config = load_config(settings_file)
+            folder = StateFolder(config.cluster)
+            with folder.hold(), output_to(folder.log_file):
+                logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+                check_models(config)
+                check_router_port(config)
+                # Ray puts the working directory on the workers' import path: let there be nothing to import.
+                os.chdir(folder.path)
+                asyncio.run(Supervisor(config, settings_file, folder, reporter).run())
+        except OutriderError as error:
+            log.error("%s", error)
+            reporter.error(str(error))
+            return 1
+        return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="outrider.cluster.supervisor")
+    parser.add_argument("-f", "--file", type=Path, required=True)
+    parser.add_argument("--report-fd", type=int)
+    arguments = parser.parse_args()
+    return supervise(arguments.file, report_fd=arguments.report_fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

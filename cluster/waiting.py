@@ -1,0 +1,21 @@
+"""Waiting for several things at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+
+async def all_or_first_error(*calls: Awaitable[Any]) -> list[Any]:
+    """The answers of all calls, in order; the first error at once.
+
+    The others are cancelled then: a rank that waits for a dead one may never answer.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
