@@ -1,0 +1,325 @@
+"""A toy model in pure Python: a target group that keeps its cache in blocks, drafts that are right or wrong at will, and
+a world that drives a scheduler with them.
+
+The toy's next token is a hash of everything before it, as read from its cache. So a wrong position, a stale slot or a
+block that two sequences share shows up as wrong text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from outrider.core.plan import (
+    GroupInfo,
+    RankReport,
+    SequencePlan,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    committed_checksum,
+)
+from outrider.core.prefix import hash_tokens
+from outrider.core.proposal import Proposal, SparseRow
+from outrider.core.sampling import Sampling, Verifier
+from outrider.router.drafts import DraftClose, DraftCommit, DraftFacts, DraftOpen
+from outrider.router.requests import Committed, FinishReason, NewRequest
+from outrider.router.scheduler import Scheduler, SchedulerSettings
+
+VOCAB_SIZE = 23
+
+
+def next_token(prefix: Sequence[int]) -> int:
+    digest = hashlib.blake2b(bytes(prefix), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def continuation(prefix: Sequence[int], count: int) -> list[int]:
+    text = list(prefix)
+    for _ in range(count):
+        text.append(next_token(text))
+    return text[len(prefix) :]
+
+
+def plain_decode(request: NewRequest, info: GroupInfo) -> tuple[list[int], FinishReason]:
+    """What the toy writes for a request when nobody speculates, batches or interrupts."""
+    room = min(info.max_model_len, info.num_blocks * info.block_size + 1) - len(request.prompt_tokens)
+    room = room if request.max_tokens is None else min(room, request.max_tokens)
+    output: list[int] = []
+    while True:
+        output.append(next_token([*request.prompt_tokens, *output]))
+        if output[-1] in request.eos_token_ids | request.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) == room:
+            return output, FinishReason.LENGTH
+
+
+def group_info(**changes: object) -> GroupInfo:
+    facts: dict[str, object] = {
+        "group_id": "group",
+        "model": "toy",
+        "tokenizer_fingerprint": "f",
+        "vocab_size": VOCAB_SIZE,
+        "max_model_len": 64,
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_batched_tokens": 64,
+        "tensor_parallel_size": 1,
+        "row_invariant": True,
+        "dtype": "float32",
+    }
+    return GroupInfo(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class _Sequence:
+    generation: int
+    sampling: Sampling
+    table: list[int] = field(default_factory=list)
+    kv_len: int = 0  # what the next plan must say
+
+
+class ToyGroup:
+    """Replays plans as a rank would, and checks each against the documented semantics."""
+
+    def __init__(self, info: GroupInfo) -> None:
+        self.info = info
+        self.sequences: dict[int, _Sequence] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (position, token)
+        self.used_ids: set[int] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert plan.sequences
+        assert plan.num_rows <= self.info.max_num_batched_tokens
+        for seq_id in plan.released:
+            self.sequences.pop(seq_id, None)
+        results = [self._run_sequence(sequence) for sequence in plan.sequences]
+        planned = {sequence.seq_id for sequence in plan.sequences}
+        assert len(planned) == len(plan.sequences)
+        tables = [block for sequence in self.sequences.values() for block in sequence.table]
+        assert len(tables) == len(set(tables)), "two sequences share a block"
+        checksum = committed_checksum((sequence.seq_id, sequence.kv_len) for sequence in plan.sequences)
+        ranks = (RankReport(0, len(self.sequences), checksum),)
+        return StepResult(plan.epoch, plan.step, tuple(results), ranks)
+
+    def _run_sequence(self, plan: SequencePlan) -> SequenceResult:
+        sequence = self.sequences.get(plan.seq_id)
+        if sequence is None:
+            assert plan.seq_id not in self.used_ids, "a released sequence is used again"
+            assert plan.sampling is not None
+            assert plan.block_keep == 0
+            sequence = self.sequences[plan.seq_id] = _Sequence(plan.generation, plan.sampling)
+            self.used_ids.add(plan.seq_id)
+        assert plan.generation == sequence.generation
+        assert plan.kv_len == sequence.kv_len
+        assert plan.block_keep <= len(sequence.table)
+        sequence.table = [*sequence.table[: plan.block_keep], *plan.block_append]
+        assert all(0 <= block < self.info.num_blocks for block in sequence.table)
+        end = plan.kv_len + len(plan.tokens)
+        assert end <= min(self.info.max_model_len, len(sequence.table) * self.info.block_size)
+        k = plan.num_proposal_tokens
+        num_text_rows = len(plan.tokens) - k
+        assert num_text_rows >= 1
+        assert len(plan.draft_rows) in ((0, k) if sequence.sampling.verifier is Verifier.REJECTION else (0,))
+        for position, token in enumerate(plan.tokens, plan.kv_len):
+            self.slots[self._slot(sequence, position)] = (position, token)
+        if not plan.logits_rows:
+            assert k == 0
+            sequence.kv_len = end
+            return SequenceResult(plan.seq_id, plan.generation)
+        assert plan.logits_rows == tuple(range(num_text_rows - 1, len(plan.tokens)))
+        accepted = 0
+        committed = []
+        for row in plan.logits_rows:
+            committed.append(next_token(self._read(sequence, plan.kv_len + row + 1)))
+            if row + 1 == len(plan.tokens) or plan.tokens[row + 1] != committed[-1]:
+                break
+            accepted += 1
+        sequence.kv_len = plan.kv_len + num_text_rows + accepted
+        return SequenceResult(plan.seq_id, plan.generation, accepted, tuple(committed))
+
+    def _slot(self, sequence: _Sequence, position: int) -> tuple[int, int]:
+        return sequence.table[position // self.info.block_size], position % self.info.block_size
+
+    def _read(self, sequence: _Sequence, length: int) -> list[int]:
+        tokens = []
+        for position in range(length):
+            written_position, token = self.slots[self._slot(sequence, position)]
+            assert written_position == position, "a slot holds another position"
+            tokens.append(token)
+        return tokens
+
+
+class ToyDraft:
+    """A draft worker's view of its sessions, checked against the hashes it is told."""
+
+    def __init__(self, facts: DraftFacts) -> None:
+        self.facts = facts
+        self.texts: dict[int, list[int]] = {}
+        self.asked: dict[int, int] = {}
+        self._proposal_ids = itertools.count(1)
+
+    def receive(self, event: DraftOpen | DraftCommit | DraftClose) -> None:
+        if isinstance(event, DraftOpen):
+            assert event.session_id not in self.texts
+            assert event.prefix_hash == hash_tokens(event.tokens)
+            self.texts[event.session_id] = list(event.tokens)
+            self.asked[event.session_id] = event.num_tokens
+        elif isinstance(event, DraftCommit):
+            text = self.texts[event.session_id]
+            assert event.base_len <= len(text)
+            text[event.base_len :] = event.tokens
+            assert event.hash == hash_tokens(text)
+            self.asked[event.session_id] = event.num_tokens
+        else:
+            del self.texts[event.session_id]
+            del self.asked[event.session_id]
+            return
+        assert len(self.texts[event.session_id]) <= self.facts.max_model_len
+        assert 0 <= event.num_tokens <= self.facts.max_num_tokens
+
+    def propose(self, prefix: Sequence[int], count: int, wrong_from: int | None = None, rows: bool = False) -> Proposal:
+        """The toy's own continuation of ``prefix``, wrong from index ``wrong_from`` on."""
+        text = list(prefix)
+        for index in range(count):
+            right = next_token(text)
+            text.append(right if wrong_from is None or index < wrong_from else (right + 1) % VOCAB_SIZE)
+        tokens = tuple(text[len(prefix) :])
+        row = [SparseRow(np.array([token]), np.array([1.0], np.float32)) for token in tokens]
+        return Proposal(
+            proposal_id=next(self._proposal_ids),
+            base_len=len(prefix),
+            base_hash=hash_tokens(prefix),
+            tokens=tokens,
+            rows=tuple(row) if rows else (),
+        )
+
+
+class World:
+    """A scheduler, its group and its drafts; keeps each request's text and checks it as it grows."""
+
+    def __init__(self, info: GroupInfo | None = None, settings: SchedulerSettings | None = None) -> None:
+        self.info = info or group_info()
+        self.scheduler = Scheduler(self.info, settings or SchedulerSettings(), epoch=1)
+        self.group = ToyGroup(self.info)
+        self.drafts: dict[str, ToyDraft] = {}
+        self.now = 0.0
+        self.pending: StepResult | None = None
+        self.requests: dict[str, NewRequest] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.ends: dict[str, Committed] = {}
+        self.num_steps = 0
+
+    def add(self, request_id: str, prompt: Sequence[int], *, generation: int = 1, **changes: object) -> NewRequest:
+        sampling = changes.pop("sampling", Sampling(temperature=0.0, verifier=Verifier.GREEDY))
+        request = NewRequest(request_id, generation, tuple(prompt), sampling, **changes)  # type: ignore[arg-type]
+        self.scheduler.add(request, self.now)
+        self.requests[request_id] = request
+        self.texts[request_id] = []
+        self.ends.pop(request_id, None)
+        self.deliver()
+        return request
+
+    def join(self, draft_id: str, *, max_model_len: int = 64, max_num_tokens: int = 8) -> ToyDraft:
+        draft = self.drafts[draft_id] = ToyDraft(DraftFacts(draft_id, "model", max_model_len, max_num_tokens))
+        self.scheduler.draft_joined(draft.facts, self.now)
+        self.deliver()
+        return draft
+
+    def leave(self, draft_id: str) -> None:
+        del self.drafts[draft_id]
+        self.scheduler.draft_left(draft_id, self.now)
+        self.deliver()
+
+    def deliver(self) -> None:
+        for event in self.scheduler.draft_events():
+            self.drafts[event.draft_id].receive(event)
+
+    def start(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.now)
+        self.deliver()
+        if plan is not None:
+            self.num_steps += 1
+            self.pending = self.group.run(plan)
+        return plan
+
+    def finish(self) -> list[Committed]:
+        result, self.pending = self.pending, None
+        assert result is not None
+        return self.take(self.scheduler.complete(result, self.now))
+
+    def take(self, committed: Iterable[Committed]) -> list[Committed]:
+        committed = list(committed)
+        for commit in committed:
+            request = self.requests[commit.request_id]
+            text = self.texts[commit.request_id]
+            assert commit.generation == request.generation
+            assert commit.position == commit.base_len == len(request.prompt_tokens) + len(text)
+            text.extend(commit.tokens)
+            assert text == continuation(request.prompt_tokens, len(text))
+            if commit.finish is not None:
+                assert commit.request_id not in self.ends
+                assert commit.finish.completion_tokens == len(text)
+                self.ends[commit.request_id] = commit
+        self.deliver()
+        return committed
+
+    def step(self, seconds: float = 1.0) -> StepPlan | None:
+        """One step, or the wait that the scheduler wants instead."""
+        self.take(self.scheduler.expire(self.now))
+        plan = self.start()
+        if plan is None:
+            wakeup = self.scheduler.next_wakeup(self.now)
+            if wakeup is not None:
+                self.now = max(self.now, wakeup)
+            return None
+        self.now += seconds
+        self.finish()
+        self.scheduler.check_integrity()
+        return plan
+
+    def run_to_end(self, most: int = 1000) -> None:
+        for _ in range(most):
+            if self.scheduler.next_wakeup(self.now) is None and self.pending is None:
+                return
+            self.step()
+        raise AssertionError(f"not done after {most} steps")
+
+    def check_ends(self) -> None:
+        """Every request that ran to its own end has the text of plain decoding; nothing is left behind."""
+        for request_id, commit in self.ends.items():
+            assert commit.finish is not None
+            if commit.finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                wanted = plain_decode(self.requests[request_id], self.info)
+                assert (self.texts[request_id], commit.finish.reason) == wanted
+                stats = commit.finish.speculation
+                assert sum(stats.acceptance_histogram) == stats.num_spec_steps
+                assert sum(i * n for i, n in enumerate(stats.acceptance_histogram)) == stats.num_accepted_tokens
+                assert stats.num_accepted_tokens <= stats.num_draft_tokens
+        snapshot = self.scheduler.snapshot()
+        assert snapshot.num_waiting == snapshot.num_running == 0
+        assert snapshot.num_free_blocks == snapshot.num_blocks
+        self.scheduler.check_integrity()
+
+
+@dataclass(frozen=True)
+class Toy:
+    """What the tests of this folder take from here (pytest's importlib mode has no imports between test files)."""
+
+    World: type[World] = World
+    ToyGroup: type[ToyGroup] = ToyGroup
+    group_info = staticmethod(group_info)
+    plain_decode = staticmethod(plain_decode)
+    continuation = staticmethod(continuation)
+    next_token = staticmethod(next_token)
+    vocab_size: int = VOCAB_SIZE
+
+
+@pytest.fixture(scope="session")
+def toy() -> Toy:
+    return Toy()

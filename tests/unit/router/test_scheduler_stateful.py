@@ -1,0 +1,223 @@
+"""Whatever happens, each request's text is the one of plain decoding, and the books balance.
+
+Catches, among others: a suffix kept after a rejection, stale keys and values, blocks freed under a running step, results
+of an old request taken for a new one's, prompts chunked wrongly, a request that never ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from outrider.core.errors import Conflict, InvalidRequest, Overloaded
+from outrider.core.plan import StepResult
+from outrider.core.sampling import Sampling, Verifier
+from outrider.router.drafts import EvictionReason
+from outrider.router.requests import FinishReason
+from outrider.router.scheduler import SchedulerSettings
+
+SAMPLINGS = {
+    Verifier.GREEDY: Sampling(temperature=0.0, verifier=Verifier.GREEDY),
+    Verifier.COUPLED: Sampling(verifier=Verifier.COUPLED),
+    Verifier.REJECTION: Sampling(verifier=Verifier.REJECTION),
+}
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self, toy) -> None:
+        super().__init__()
+        self.toy = toy
+        # Few blocks and rows: preemption, chunked prompts and shrunken proposals are the rule here.
+        info = toy.group_info(num_blocks=12, block_size=3, max_num_batched_tokens=11, max_model_len=34)
+        self.world = toy.World(info, SchedulerSettings(max_queue=4, max_num_seqs=5, num_speculative_tokens=3))
+        self.generation = 0
+        self.old_texts: dict[int, list[list[int]]] = {}
+        self.old_results: list[StepResult] = []
+
+    @initialize(prompts=st.lists(st.lists(st.integers(0, 22), min_size=1, max_size=12), min_size=2, max_size=5))
+    def begin(self, prompts) -> None:
+        self.world.join("x")
+        self.generation += 1
+        for request_id, prompt in zip("abcde", prompts, strict=False):
+            self.world.add(request_id, prompt, generation=self.generation)
+        self.world.step()
+
+    @rule(
+        request_id=st.sampled_from("abcdefg"),
+        prompt=st.lists(st.integers(0, 22), min_size=1, max_size=25),
+        max_tokens=st.none() | st.integers(1, 12),
+        k=st.none() | st.integers(0, 6),
+        eos=st.frozensets(st.integers(0, 22), max_size=1),
+        stops=st.frozensets(st.integers(0, 22), max_size=1),
+        verifier=st.sampled_from(sorted(SAMPLINGS)),
+        timeout=st.none() | st.integers(1, 60),
+    )
+    def add(self, request_id, prompt, max_tokens, k, eos, stops, verifier, timeout) -> None:
+        world = self.world
+        self.generation += 1
+        before = (request_id in world.requests) and request_id not in world.ends
+        try:
+            world.add(
+                request_id,
+                prompt,
+                generation=self.generation,
+                max_tokens=max_tokens,
+                num_speculative_tokens=k,
+                eos_token_ids=eos,
+                stop_token_ids=stops,
+                sampling=SAMPLINGS[verifier],
+                deadline=None if timeout is None else world.now + timeout,
+            )
+        except Conflict:
+            assert before
+        except Overloaded:
+            snapshot = world.scheduler.snapshot()
+            assert snapshot.num_waiting + snapshot.num_running >= 9
+        except InvalidRequest as error:
+            assert error.field == "max_tokens"  # the cache holds 36 positions, the context 34
+        else:
+            assert not before
+
+    @rule(request_id=st.sampled_from("abcdefg"))
+    def abort(self, request_id) -> None:
+        commit = self.world.scheduler.abort(request_id, "no longer wanted", self.world.now)
+        running = request_id in self.world.requests and request_id not in self.world.ends
+        assert (commit is not None) == running
+        if commit is not None:
+            assert commit.finish.reason is FinishReason.ABORT
+            self.world.take([commit])
+
+    @precondition(lambda self: self.world.pending is None)
+    @rule()
+    def start(self) -> None:
+        self.world.start()
+
+    @precondition(lambda self: self.world.pending is not None)
+    @rule(seconds=st.sampled_from([0.01, 1.0, 3.0]))
+    def finish(self, seconds) -> None:
+        assert self.world.scheduler.schedule(self.world.now) is None  # one step in flight at most
+        self.world.now += seconds
+        self.old_results.append(self.world.pending)
+        self.world.finish()
+
+    @precondition(lambda self: self.old_results)
+    @rule(data=st.data())
+    def old_result_again(self, data) -> None:
+        result = data.draw(st.sampled_from(self.old_results))
+        assert self.world.scheduler.complete(result, self.world.now) == []
+
+    @rule(seconds=st.sampled_from([0.001, 0.3, 5.0]))
+    def wait(self, seconds) -> None:
+        self.world.now += seconds
+        self.world.take(self.world.scheduler.expire(self.world.now))
+
+    @rule(draft_id=st.sampled_from("xy"), max_model_len=st.sampled_from([8, 64]), max_num_tokens=st.integers(1, 8))
+    def draft_joins(self, draft_id, max_model_len, max_num_tokens) -> None:
+        self.world.join(draft_id, max_model_len=max_model_len, max_num_tokens=max_num_tokens)
+
+    @precondition(lambda self: self.world.drafts)
+    @rule(data=st.data())
+    def draft_leaves(self, data) -> None:
+        self.world.leave(data.draw(st.sampled_from(sorted(self.world.drafts))))
+
+    def draw_session(self, data):
+        sessions = [(d, s) for d, draft in sorted(self.world.drafts.items()) for s in sorted(draft.texts)]
+        return data.draw(st.sampled_from(sessions)) if sessions else (None, None)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0]), wrong_from=st.sampled_from([None, 0, 1, 2, 3]))
+    def round(self, seconds, wrong_from) -> None:
+        """Every draft answers what it was asked, and a step runs."""
+        world = self.world
+        for draft_id, draft in world.drafts.items():
+            for session_id, count in draft.asked.items():
+                if count:
+                    proposal = draft.propose(draft.texts[session_id], count, wrong_from, rows=True)
+                    world.scheduler.draft_proposed(draft_id, session_id, proposal, world.now)
+        if world.pending is not None:
+            self.finish(seconds)
+        else:
+            world.step(seconds)
+
+    @rule(data=st.data(), count=st.integers(0, 8), wrong_from=st.none() | st.integers(0, 4), rows=st.booleans())
+    def draft_proposes(self, data, count, wrong_from, rows) -> None:
+        draft_id, session_id = self.draw_session(data)
+        if draft_id is None:
+            return
+        draft = self.world.drafts[draft_id]
+        text = draft.texts[session_id]
+        late = data.draw(st.integers(0, min(4, len(text))))
+        proposal = draft.propose(text[: len(text) - late], count, wrong_from, rows)
+        fault = data.draw(st.sampled_from([None, None, None, None, "hash", "token", "length", "tree"]))
+        if fault == "hash":
+            proposal = dataclasses.replace(proposal, base_hash=proposal.base_hash ^ 1)
+        elif fault == "token":
+            proposal = dataclasses.replace(proposal, tokens=(*proposal.tokens[1:], 23))
+        elif fault == "length":
+            proposal = dataclasses.replace(proposal, base_len=proposal.base_len + 1)
+        elif fault == "tree":
+            proposal = dataclasses.replace(proposal, parents=(-1,) * len(proposal.tokens))
+        self.world.now += 0.001
+        reason = self.world.scheduler.draft_proposed(draft_id, session_id, proposal, self.world.now)
+        if fault in ("hash", "token", "length"):
+            assert reason is not None
+        self.world.deliver()
+
+    @rule(data=st.data(), reason=st.sampled_from(EvictionReason))
+    def draft_evicts(self, data, reason) -> None:
+        draft_id, session_id = self.draw_session(data)
+        if draft_id is not None:
+            draft = self.world.drafts[draft_id]
+            del draft.texts[session_id], draft.asked[session_id]
+            self.world.scheduler.draft_evicted(draft_id, session_id, reason, self.world.now)
+
+    @rule(data=st.data(), back=st.integers(0, 30))
+    def draft_needs_tokens(self, data, back) -> None:
+        draft_id, session_id = self.draw_session(data)
+        if draft_id is not None:
+            text = self.world.drafts[draft_id].texts[session_id]
+            from_len = max(0, len(text) - back)
+            del text[from_len:]
+            self.world.scheduler.draft_needs_tokens(draft_id, session_id, from_len, self.world.now)
+            self.world.deliver()
+
+    @rule()
+    def group_is_rebuilt(self) -> None:
+        world = self.world
+        if world.pending is not None:
+            self.old_results.append(world.pending)
+        world.pending = None
+        world.group = self.toy.ToyGroup(world.info)
+        assert world.scheduler.reset(world.scheduler.epoch + 1, world.info) == []
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.world.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        world = self.world
+        if world.pending is not None:
+            world.finish()
+        unfinished = [r for i, r in world.requests.items() if i not in world.ends]
+        # The oldest request goes on in every step: a row of its prompt or a token of its output.
+        world.run_to_end(most=2 + 2 * sum(2 * world.info.max_model_len for _ in unfinished))
+        assert set(world.ends) == set(world.requests)
+        world.check_ends()
+
+
+def test_text_is_that_of_plain_decoding(toy) -> None:
+    run_state_machine_as_test(
+        lambda: SchedulerMachine(toy),
+        settings=settings(
+            max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
