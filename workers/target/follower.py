@@ -1,0 +1,86 @@
+"""The thread of a rank that does not lead: it does what the leader hands over, until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from outrider.workers.target.channel import ChannelClosed, PlanChannel
+from outrider.workers.target.codec import MessageKind, decode
+from outrider.workers.target.step import RankStep, check_digest
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """One rank above 0. It decides nothing: outcomes reach it as the next plan's ``kv_len``.
+
+    Attributes:
+        failure: why this rank cannot go on, or None. Once set it stays.
+        stopped: whether the leader ended the group in peace.
+        steps: plans that were executed.
+    """
+
+    def __init__(self, step: RankStep, channel: PlanChannel, rank: int, on_failure: Callable[[str], None]) -> None:
+        """``on_failure`` is called once with the reason, from whatever thread found out."""
+        self._step = step
+        self._channel = channel
+        self._rank = rank
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"target-rank-{rank}", daemon=True)
+        self.failure: str | None = None
+        self.stopped = False
+        self.steps = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def fail(self, message: str) -> None:
+        """Stop this rank for good. The first message stays."""
+        with self._lock:
+            if self.failure is not None or self.stopped:
+                return
+            self.failure = message
+        log.error("rank %d failed: %s", self._rank, message)
+        self._channel.abort()
+        self._on_failure(message)
+
+    def leave(self, deadline_s: float = 2.0) -> None:
+        """The leader ended the group in peace; its last word may still be on its way to the thread."""
+        self.stop(deadline_s, wait_first=True)
+        with self._lock:
+            self.stopped = self.failure is None
+
+    def stop(self, deadline_s: float = 5.0, *, wait_first: bool = False) -> bool:
+        """End the thread; with ``wait_first`` it may end by itself before. False where it is stuck in a collective."""
+        if wait_first:
+            self._thread.join(timeout=deadline_s)
+        self._channel.abort()
+        if self._thread.is_alive():
+            self._thread.join(timeout=deadline_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self.failure is None and not self.stopped:
+            try:
+                self._follow()
+            except ChannelClosed:
+                return
+            except Exception as error:  # whatever it was, this rank is out of step now
+                log.debug("a step failed", exc_info=error)
+                self.fail(f"rank {self._rank}: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
+
+    def _follow(self) -> None:
+        message = decode(self._channel.receive())
+        if message.plan is not None:
+            admission = self._step.admit(message.plan)
+            check_digest(self._rank, admission.digest, message.digest)
+            self._step.exchange(admission, self._step.forward(admission))
+            self.steps += 1
+        elif message.kind is MessageKind.RESET:
+            self._step.table.clear()
+        elif message.kind is MessageKind.STOP:
+            with self._lock:
+                self.stopped = True

@@ -1,0 +1,166 @@
+"""The leader's step thread: one plan after the other, one decision for all ranks.
+
+Calls come from other threads (``submit``, ``reset``, ``fail``, ``stop``); the work happens in the thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from outrider.core.errors import GroupError
+from outrider.core.plan import StepPlan, StepResult, StepTiming
+from outrider.workers.target.channel import ChannelClosed, PlanChannel
+from outrider.workers.target.codec import Message, MessageKind, encode
+from outrider.workers.target.decide import decide
+from outrider.workers.target.step import RankStep, check_reports
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Job:
+    kind: MessageKind
+    plan: StepPlan | None
+    received: float  # time.perf_counter() when it came
+    future: Future[StepResult | None]
+
+
+class Leader:
+    """Rank 0 of a group.
+
+    Attributes:
+        failure: why the group cannot go on, or None. Once set it stays.
+        steps: plans that were executed.
+    """
+
+    def __init__(self, step: RankStep, channel: PlanChannel | None) -> None:
+        """``channel`` leads to the other ranks; None where there are none."""
+        self._step = step
+        self._channel = channel
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._pending: set[Future[StepResult | None]] = set()
+        self._lock = threading.Lock()
+        self._on_failure: list[Callable[[str], None]] = []
+        self._thread = threading.Thread(target=self._run, name="target-leader", daemon=True)
+        self.failure: str | None = None
+        self.steps = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """Call back once with the reason when the group fails, from whatever thread found out; at once if it has."""
+        with self._lock:
+            self._on_failure.append(callback)
+            failure = self.failure
+        if failure is not None:
+            callback(failure)
+
+    def submit(self, plan: StepPlan) -> Future[StepResult | None]:
+        """Execute a plan after those submitted before. The future fails with ``GroupError`` if the group fails."""
+        return self._put(MessageKind.PLAN, plan)
+
+    def reset(self) -> Future[StepResult | None]:
+        """Forget every sequence, on every rank, after the plans submitted before."""
+        return self._put(MessageKind.RESET, None)
+
+    def fail(self, message: str) -> None:
+        """Stop the group for good: pending and later plans fail with ``message``. The first message stays."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = message
+            pending, self._pending = self._pending, set()
+            callbacks = list(self._on_failure)
+        log.error("the target group failed: %s", message)
+        if self._channel is not None:
+            self._channel.abort()
+        for future in pending:
+            future.set_exception(GroupError(message))
+        for callback in callbacks:
+            callback(message)
+
+    def stop(self, deadline_s: float = 5.0) -> bool:
+        """End the thread and, through it, the other ranks. False where the thread is stuck in a collective."""
+        if self._thread.is_alive():
+            self._put(MessageKind.STOP, None)
+            self._thread.join(timeout=deadline_s)
+        return not self._thread.is_alive()
+
+    def _put(self, kind: MessageKind, plan: StepPlan | None) -> Future[StepResult | None]:
+        job = _Job(kind, plan, time.perf_counter(), Future())
+        job.future.set_running_or_notify_cancel()  # a waiter that gives up must not cancel it
+        with self._lock:
+            if self.failure is not None and kind is not MessageKind.STOP:
+                job.future.set_exception(GroupError(self.failure))
+                return job.future
+            self._pending.add(job.future)
+        self._jobs.put(job)
+        return job.future
+
+    def _run(self) -> None:
+        keep_alive_s = self._channel.keep_alive_s if self._channel is not None else None
+        while True:
+            try:
+                job = self._jobs.get(timeout=keep_alive_s)
+            except queue.Empty:
+                job = _Job(MessageKind.KEEP_ALIVE, None, time.perf_counter(), Future())
+            try:
+                result = self._do(job)
+            except ChannelClosed as error:
+                self.fail(str(error))  # somebody else failed the group already; this changes nothing then
+            except Exception as error:  # whatever it was, the ranks are out of step now
+                log.debug("a step failed", exc_info=error)
+                what = f"step {job.plan.step}" if job.plan is not None else job.kind.name.lower()
+                self.fail(f"{what} failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
+            else:
+                self._answer(job.future, result)
+            if job.kind is MessageKind.STOP or self.failure is not None:
+                return
+
+    def _answer(self, future: Future[StepResult | None], result: StepResult | None) -> None:
+        with self._lock:
+            if self.failure is not None:
+                return  # fail() answered it
+            self._pending.discard(future)
+        future.set_result(result)
+
+    def _do(self, job: _Job) -> StepResult | None:
+        if job.plan is not None:
+            return self._execute(job.plan, job.received)
+        if job.kind is MessageKind.RESET:
+            self._step.table.clear()
+        if self._channel is not None and self.failure is None:
+            self._channel.send(encode(Message(job.kind)))
+        return None
+
+    def _execute(self, plan: StepPlan, received: float) -> StepResult:
+        admission = self._step.admit(plan)
+        if self._channel is not None:
+            self._channel.send(encode(Message(MessageKind.PLAN, plan, admission.digest)))
+        planned = time.perf_counter()
+        logits = self._step.forward(admission)
+        forwarded = time.perf_counter()
+        exchanged = self._step.exchange(admission, logits)
+        check_reports(exchanged.reports)
+        sequences = decide(plan, admission, exchanged)
+        decided = time.perf_counter()
+        self.steps += 1
+        return StepResult(
+            epoch=plan.epoch,
+            step=plan.step,
+            sequences=sequences,
+            ranks=exchanged.reports,
+            timing=StepTiming(
+                total_ms=1e3 * (decided - received),
+                plan_ms=1e3 * (planned - received),
+                forward_ms=1e3 * (forwarded - planned),
+                verify_ms=1e3 * (decided - forwarded),
+            ),
+        )

@@ -1,0 +1,222 @@
+"""What a rank holds of its sequences, and how a plan changes it.
+
+``SequenceTable.apply`` is a pure function of the plan and of what earlier plans left behind: it reads no clock, no
+random number and no tensor. So every rank of a group admits and refuses the same sequences without asking the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.core.plan import SequencePlan, StepPlan, committed_checksum
+from outrider.core.sampling import Sampling, Verifier
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a group can hold. Equal on all its ranks."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int  # in one plan
+
+
+@dataclass
+class SequenceState:
+    """One sequence on one rank.
+
+    Attributes:
+        kv_len: positions that the last plan declared committed.
+        held: positions that were computed; those from ``kv_len`` on may hold rejected tokens.
+    """
+
+    seq_id: int
+    generation: int
+    sampling: Sampling
+    block_table: list[int] = field(default_factory=list)
+    kv_len: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A sequence whose rows run in this step. ``block_table`` is a copy, as long as the rows need."""
+
+    index: int  # in plan.sequences
+    plan: SequencePlan
+    sampling: Sampling
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A sequence that takes no part in this step; what the rank holds of it did not change."""
+
+    index: int  # in plan.sequences
+    plan: SequencePlan
+    message: str
+
+
+class InvalidPlan(Exception):
+    """A plan contradicts what the group holds for one sequence."""
+
+
+class SequenceTable:
+    """The sequences of one rank, by id."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.sequences: dict[int, SequenceState] = {}
+        # Slots of each block, from its first, whose keys and values were computed.
+        self._written = [0] * limits.num_blocks
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def clear(self) -> None:
+        """Forget every sequence and everything that was computed."""
+        self.sequences.clear()
+        self._written = [0] * self.limits.num_blocks
+
+    def apply(self, plan: StepPlan) -> tuple[list[Admitted], list[Refused]]:
+        """Forget released sequences, truncate each sequence to its committed length, change block tables.
+
+        After the call the table already counts the rows of the plan as computed. Every sequence of the plan is in
+        exactly one of the two lists, in the plan's order.
+        """
+        for seq_id in plan.released:
+            self.sequences.pop(seq_id, None)
+        admitted: list[Admitted] = []
+        refused: list[Refused] = []
+        seen: set[int] = set()
+        writers: dict[int, int] = {}  # block -> sequence that writes into it in this step
+        room = self.limits.max_num_batched_tokens
+        for index, sequence in enumerate(plan.sequences):
+            try:
+                if sequence.seq_id in seen:
+                    raise InvalidPlan("the plan holds the sequence twice")
+                if len(sequence.tokens) > room:
+                    raise InvalidPlan(
+                        f"{len(sequence.tokens)} rows do not fit: a plan carries at most "
+                        f"{self.limits.max_num_batched_tokens}, of which {room} are left"
+                    )
+                if len(admitted) == self.limits.max_num_seqs:
+                    raise InvalidPlan(f"the plan holds more than {self.limits.max_num_seqs} sequences")
+                state = self._next_state(sequence, writers)
+            except InvalidPlan as error:
+                refused.append(Refused(index, sequence, str(error)))
+                continue
+            finally:
+                seen.add(sequence.seq_id)
+            room -= len(sequence.tokens)
+            self._commit(state, writers)
+            num_blocks = -(-state.held // self.limits.block_size)
+            admitted.append(Admitted(index, sequence, state.sampling, tuple(state.block_table[:num_blocks])))
+        return admitted, refused
+
+    def checksum(self, seq_ids: Iterable[int]) -> int:
+        """53-bit checksum over (id, committed length) of the named sequences, as far as they are held."""
+        held = (self.sequences[seq_id] for seq_id in sorted(set(seq_ids)) if seq_id in self.sequences)
+        return committed_checksum((state.seq_id, state.kv_len) for state in held)
+
+    def _next_state(self, plan: SequencePlan, writers: dict[int, int]) -> SequenceState:
+        """The sequence as it is once the plan's rows ran. Changes nothing."""
+        _check_rows(plan, self.limits)
+        if plan.sampling is not None:
+            _check_sampling(plan.sampling)
+        state = self.sequences.get(plan.seq_id)
+        if state is not None and plan.generation < state.generation:
+            raise InvalidPlan(f"generation {plan.generation} is older than the current one, {state.generation}")
+        if state is None or plan.generation > state.generation or (plan.sampling is not None and plan.block_keep == 0):
+            if plan.sampling is None:
+                raise InvalidPlan("the sequence is not known here, and its first plan must carry sampling settings")
+            state = SequenceState(plan.seq_id, plan.generation, plan.sampling)
+            held = self.limits.max_model_len  # a fork or cached prefix: the blocks say what was computed
+        else:
+            held = state.held
+        if plan.kv_len > held:
+            raise InvalidPlan(f"kv_len is {plan.kv_len}, but only {held} positions are held")
+        if plan.block_keep > len(state.block_table):
+            raise InvalidPlan(f"block_keep is {plan.block_keep}, but the block table has {len(state.block_table)}")
+        table = [*state.block_table[: plan.block_keep], *plan.block_append]
+        self._check_table(plan, table, writers)
+        return SequenceState(
+            plan.seq_id,
+            plan.generation,
+            plan.sampling or state.sampling,
+            table,
+            plan.kv_len,
+            plan.kv_len + len(plan.tokens),
+        )
+
+    def _check_table(self, plan: SequencePlan, table: Sequence[int], writers: dict[int, int]) -> None:
+        size = self.limits.block_size
+        end = plan.kv_len + len(plan.tokens)
+        for block in plan.block_append:
+            if not 0 <= block < self.limits.num_blocks:
+                raise InvalidPlan(f"block {block} does not exist: there are {self.limits.num_blocks}")
+        if plan.block_append and len(set(table)) != len(table):
+            raise InvalidPlan("a block appears twice in the block table")
+        if len(table) * size < end:
+            raise InvalidPlan(f"{len(table)} blocks of {size} positions do not hold {end}")
+        # Blocks that the sequence keeps are covered by its held length.
+        for index in range(plan.block_keep, -(-plan.kv_len // size)):
+            wanted = min(size, plan.kv_len - index * size)
+            if self._written[table[index]] < wanted:
+                raise InvalidPlan(
+                    f"kv_len is {plan.kv_len}, but block {table[index]} of the table holds "
+                    f"{self._written[table[index]]} computed positions where {wanted} are needed"
+                )
+        for block in table[plan.kv_len // size : -(-end // size)]:
+            if block in writers:
+                raise InvalidPlan(f"block {block} is written by sequence {writers[block]} in the same step")
+
+    def _commit(self, state: SequenceState, writers: dict[int, int]) -> None:
+        self.sequences[state.seq_id] = state
+        size = self.limits.block_size
+        for index in range(state.kv_len // size, -(-state.held // size)):
+            block = state.block_table[index]
+            writers[block] = state.seq_id
+            self._written[block] = min(size, state.held - index * size)
+
+
+def _check_rows(plan: SequencePlan, limits: Limits) -> None:
+    num_rows = len(plan.tokens)
+    if num_rows == 0:
+        raise InvalidPlan("the sequence has no tokens to run")
+    if plan.commit_path:
+        raise InvalidPlan("commit_path is set, but this group verifies chains only")
+    if plan.parents and plan.parents != tuple(range(-1, plan.num_proposal_tokens - 1)):
+        raise InvalidPlan("parents describe a tree, but this group verifies chains only")
+    if plan.kv_len + num_rows > limits.max_model_len:
+        raise InvalidPlan(f"position {plan.kv_len + num_rows - 1} lies beyond max_model_len {limits.max_model_len}")
+    for token in plan.tokens:
+        if not 0 <= token < limits.vocab_size:
+            raise InvalidPlan(f"token {token} lies outside the vocabulary of {limits.vocab_size}")
+    if plan.num_proposal_tokens >= num_rows:
+        raise InvalidPlan(f"{plan.num_proposal_tokens} proposal tokens leave none of {num_rows} to continue from")
+    for row in plan.logits_rows:
+        if not 0 <= row < num_rows:
+            raise InvalidPlan(f"logits row {row} does not exist: there are {num_rows}")
+    first = num_rows - plan.num_proposal_tokens - 1
+    if plan.logits_rows != tuple(range(first, num_rows)) and (plan.logits_rows or plan.num_proposal_tokens):
+        raise InvalidPlan(
+            f"logits_rows are {list(plan.logits_rows)}, but a proposal of {plan.num_proposal_tokens} among {num_rows} "
+            f"rows is verified with rows {first} to {num_rows - 1}"
+        )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if not 0.0 <= sampling.temperature < float("inf"):
+        raise InvalidPlan(f"temperature is {sampling.temperature}, but must be finite and at least 0")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise InvalidPlan(f"top_p is {sampling.top_p}, but must be in (0, 1]")
+    if (sampling.temperature == 0.0) != (sampling.verifier is Verifier.GREEDY):
+        raise InvalidPlan(
+            f"verifier {sampling.verifier.label} does not go with temperature {sampling.temperature}: "
+            "greedy is the verifier at temperature 0 and only there"
+        )
