@@ -1,5 +1,5 @@
-"""A toy model in pure Python: a target group that keeps its cache in blocks, drafts that are right or wrong at will, and
-a world that drives a scheduler with them.
+"""A toy model in pure Python: a target group that keeps its cache in blocks, drafts that are right or wrong at will,
+and a world that drives a scheduler with them.
 
 The toy's next token is a hash of everything before it, as read from its cache. So a wrong position, a stale slot or a
 block that two sequences share shows up as wrong text.
