@@ -105,7 +105,8 @@ def uniform_rows(keys: Tensor, token_ids: Tensor) -> Tensor:
     bits += keys[:, 1:]
     _mix(bits, scratch)
     _logical_shift(bits, 12, scratch)
-    return scratch.to(torch.float64).add_(0.5).mul_(2.0**-52)
+    # The result takes the memory of the bits, which are done with: touching fresh pages costs more than the arithmetic.
+    return bits.view(torch.float64).copy_(scratch).add_(0.5).mul_(2.0**-52)
 
 
 def gumbel_rows(keys: Tensor, token_ids: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ from outrider.kernels.reference.errors import InvalidLogitsError
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens that some row may still draw, and what speaks for them.
+    """The tokens that each of n rows may still draw, and what speaks for them.
 
     Attributes:
-        token_ids: [s] int64, ascending.
-        scores: [n, s] float64, log-weights up to a constant for each row; -inf where that row excludes the token.
-        is_full: whether ``token_ids`` is the whole vocabulary.
+        token_ids: [n, s] int64, ascending in each row.
+        scores: [n, s] float64, log-weights up to a constant for each row; -inf where the row excludes the token.
+        is_full: whether each row's ``token_ids`` are the whole vocabulary.
     """
 
     token_ids: Tensor
@@ -34,15 +34,16 @@ class Support:
     is_full: bool
 
     def columns(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where tokens stand: (columns, found), shaped as ``token_ids``; a column is arbitrary where not found."""
+        """Where tokens [n, m] stand: columns [n, m] int64, arbitrary where not found, and found [n, m] bool."""
         if self.is_full:
             return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
-        columns = torch.searchsorted(self.token_ids, token_ids).clamp_(max=len(self.token_ids) - 1)
-        return columns, self.token_ids[columns] == token_ids
+        columns = torch.searchsorted(self.token_ids.contiguous(), token_ids.contiguous())
+        columns.clamp_(max=self.token_ids.shape[-1] - 1)
+        return columns, self.token_ids.gather(1, columns) == token_ids
 
     def rows(self, index: Tensor) -> Support:
         """The rows at ``index`` (bool [n] or int64)."""
-        return Support(self.token_ids, self.scores[index], self.is_full)
+        return Support(self.token_ids[index], self.scores[index], self.is_full)
 
 
 def valid_rows(logits: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def filtered(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p:
     if 0 < top_k < vocab_size:
         support = _keep_top_k(logits, top_k, temperature)
     else:
-        everything = torch.arange(vocab_size, device=logits.device)
+        everything = torch.arange(vocab_size, device=logits.device).expand(logits.shape)
         support = Support(everything, logits.to(torch.float64) / temperature, is_full=True)
     return support if top_p == 1.0 else _keep_top_p(support, top_p)
 
@@ -97,12 +98,19 @@ def log_probs(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p
         ValueError: a setting out of its range.
     """
     require_valid_rows(logits)
-    dense = torch.full(logits.shape, -torch.inf, dtype=torch.float64, device=logits.device)
     if temperature == 0.0:
-        return dense.scatter_(1, logits.max(dim=-1, keepdim=True).indices, 0.0)
-    support = filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-    normalised = torch.log_softmax(support.scores, dim=-1)
-    return normalised if support.is_full else dense.index_copy_(1, support.token_ids, normalised)
+        token_ids, normalised = (
+            logits.max(dim=-1, keepdim=True).indices,
+            torch.zeros_like(logits[:, :1], dtype=torch.float64),
+        )
+    else:
+        support = filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+        normalised = torch.log_softmax(support.scores, dim=-1)
+        if support.is_full:
+            return normalised
+        token_ids = support.token_ids
+    dense = torch.full(logits.shape, -torch.inf, dtype=torch.float64, device=logits.device)
+    return dense.scatter_(1, token_ids, normalised)
 
 
 def truncate_rows(support: Support, top_m: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +125,7 @@ def truncate_rows(support: Support, top_m: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"top_m is {top_m}, but must be at least 1")
     columns = _top_columns(support.scores, top_m)
     probs = torch.softmax(support.scores.gather(1, columns), dim=-1)
-    return support.token_ids[columns], probs.to(torch.float32)
+    return support.token_ids.gather(1, columns), probs.to(torch.float32)
 
 
 def truncate(log_probs_row: Tensor, top_m: int) -> tuple[Tensor, Tensor]:
@@ -130,7 +138,7 @@ def truncate(log_probs_row: Tensor, top_m: int) -> tuple[Tensor, Tensor]:
     Returns:
         token_ids [m] int64, ascending, and probs [m] float32, positive, summing to 1 within m * 2^-25.
     """
-    everything = torch.arange(len(log_probs_row), device=log_probs_row.device)
+    everything = torch.arange(len(log_probs_row), device=log_probs_row.device)[None]
     token_ids, probs = truncate_rows(Support(everything, log_probs_row[None], is_full=True), top_m)
     return _positive(token_ids[0], probs[0])
 
@@ -159,21 +167,15 @@ def _top_columns(values: Tensor, count: int) -> Tensor:
 
 
 def _keep_top_k(logits: Tensor, top_k: int, temperature: float) -> Support:
-    columns = _top_columns(logits, top_k)  # [n, top_k]
-    if len(columns) == 1:
-        token_ids = columns[0]
-        return Support(token_ids, logits[:, token_ids].to(torch.float64) / temperature, is_full=False)
-    token_ids = columns.unique()  # sorted: the union over rows
-    kept = torch.zeros(len(logits), len(token_ids), dtype=torch.bool, device=logits.device)
-    kept.scatter_(1, torch.searchsorted(token_ids, columns), True)
-    scores = logits[:, token_ids].to(torch.float64) / temperature
-    return Support(token_ids, scores.masked_fill_(~kept, -torch.inf), is_full=False)
+    token_ids = _top_columns(logits, top_k)  # [n, top_k]
+    return Support(token_ids, logits.gather(1, token_ids).to(torch.float64) / temperature, is_full=False)
 
 
 def _keep_top_p(support: Support, top_p: float) -> Support:
     """Only tokens that can matter are sorted: those of probability below (1 - top_p) / s weigh, all together, less than
     1 - top_p, so the nucleus is complete before the first of them. (Half of that, to stay clear of rounding.)"""
     probs = torch.softmax(support.scores, dim=-1)  # [n, s]
+    # Columns that matter in some row; what a row keeps does not depend on the columns that others add.
     candidates = (probs >= (1.0 - top_p) / (2 * probs.shape[-1])).any(dim=0).nonzero()[:, 0]
     ranked, order = probs[:, candidates].sort(dim=-1, descending=True, stable=True)
     mass_before = torch.zeros_like(ranked)
@@ -182,4 +184,4 @@ def _keep_top_p(support: Support, top_p: float) -> Support:
     used = kept.any(dim=0)
     columns = candidates[used]
     scores = support.scores[:, columns].masked_fill_(~kept[:, used], -torch.inf)
-    return Support(support.token_ids[columns], scores, is_full=False)
+    return Support(support.token_ids[:, columns], scores, is_full=False)

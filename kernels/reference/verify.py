@@ -25,7 +25,6 @@ ended before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +33,8 @@ from outrider.kernels.reference import noise, rejection, sampling, transforms
 from outrider.kernels.reference.errors import InvalidLogitsError
 from outrider.kernels.reference.noise import Purpose
 from outrider.kernels.reference.transforms import Support
+from outrider.kernels.reference.verdict import Verdict, Verdicts
+from outrider.kernels.reference.vocab_parallel import combine_best, local_best, pairs_suffice, verify_best
 
 __all__ = [
     "InvalidLogitsError",
@@ -48,27 +49,6 @@ __all__ = [
 ]
 
 VERIFIERS = ("greedy", "rejection", "coupled")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome for one chain: ``num_accepted`` proposals, then ``next_token``, are committed."""
-
-    num_accepted: int
-    next_token: int
-
-
-@dataclass(frozen=True)
-class Verdicts:
-    """The outcome for b chains.
-
-    Attributes:
-        num_accepted: [b] int64.
-        next_tokens: [b] int64; -1 where a row that was needed holds no distribution. Such a chain commits nothing.
-    """
-
-    num_accepted: Tensor
-    next_tokens: Tensor
 
 
 def verify_chain(
@@ -113,7 +93,7 @@ def verify_chain(
         top_p=top_p,
         verifier=verifier,
     )
-    return _checked(int(verdicts.num_accepted[0]), int(verdicts.next_tokens[0]), first_position)
+    return verdicts.one(0, first_position)
 
 
 def verify_chains(
@@ -183,11 +163,11 @@ def verify_chains(
 
 
 class _Row:
-    """One row of each of n chains: logits [n, V], and what names their random numbers."""
+    """One row of each of n chains, and what names their random numbers. Filters are applied when first needed."""
 
     def __init__(
         self,
-        logits: Tensor,
+        logits: Tensor,  # [n, V] float32
         *,
         positions: list[int],
         seeds: list[int],
@@ -198,18 +178,20 @@ class _Row:
     ) -> None:
         self.logits = logits
         self._positions, self._seeds, self._choices = positions, seeds, choices
-        self._filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._support: Support | None = None
 
     @property
     def support(self) -> Support:
         if self._support is None:
-            self._support = transforms.filtered(self.logits, **self._filters)  # type: ignore[arg-type]
+            self._support = transforms.filtered(
+                self.logits, temperature=self._temperature, top_k=self._top_k, top_p=self._top_p
+            )
         return self._support
 
     def keys(self, purpose: Purpose) -> Tensor:
         """[n, 2] int64."""
-        return noise.noise_keys(self._seeds, self._choices, self._positions, purpose)
+        return noise.noise_keys(self._seeds, self._choices, self._positions, purpose).to(self.logits.device)
 
     def greedy(self) -> Tensor:
         """[n] int64: the argmax, the lowest id among equals."""
@@ -244,8 +226,8 @@ def _reject(row: _Row, tokens: Tensor, token_ids: Tensor, probs: Tensor | None) 
         columns, found = support.columns(token_ids)  # q outside the support of p cancels nothing
         draft_probs = probs / probs.sum(dim=-1, keepdim=True)  # [n, m] float64
 
-        token_column, token_found = support.columns(tokens)
-        p_token = target_probs.gather(1, token_column[:, None])[:, 0] * token_found
+        token_column, token_found = support.columns(tokens[:, None])
+        p_token = (target_probs.gather(1, token_column) * token_found)[:, 0]
         q_token = (draft_probs * (token_ids == tokens[:, None])).sum(dim=-1)
         u = noise.uniform_rows(row.keys(Purpose.ACCEPT)[offered], tokens[:, None])[:, 0]
         kept = rejection.accepts(u, p_token, q_token)
@@ -255,102 +237,11 @@ def _reject(row: _Row, tokens: Tensor, token_ids: Tensor, probs: Tensor | None) 
             p = target_probs[lost]
             q = torch.zeros_like(p).scatter_add_(1, columns[lost], (draft_probs * found)[lost])
             keys = row.keys(Purpose.RESIDUAL)[offered][lost]
-            own[offered.nonzero()[lost, 0]] = sampling.gumbel_argmax(
-                support.token_ids, rejection.residual(p, q).log(), keys
-            )
+            left = rejection.residual(p, q)
+            own[offered.nonzero()[lost, 0]] = sampling.gumbel_argmax(support.token_ids[lost], left.log(), keys)
     if not bool(offered.all()):
         own[~offered] = row.draw(Purpose.TARGET, ~offered)
     return accepted, own
-
-
-def pairs_suffice(verifier: str, *, top_k: int, top_p: float) -> bool:
-    """Whether ranks that hold slices of the vocabulary need only exchange their ``local_best`` for each row.
-
-    True for greedy, and for coupled without top-k and top-p; everything else needs rows gathered.
-    """
-    return verifier == "greedy" or (verifier == "coupled" and top_k == 0 and top_p == 1.0)
-
-
-def local_best(
-    logits_shard: Tensor,
-    vocab_offset: int,
-    *,
-    first_position: int,
-    temperature: float,
-    seed: int,
-    choice: int,
-    verifier: str,
-) -> tuple[Tensor, Tensor]:
-    """One rank's part of the argmax that decides a row: the best token of its slice of the vocabulary.
-
-    Scores need no normalising and the noise of a token is the same on every rank, so the best of the ranks' bests
-    is what one rank with the whole vocabulary would choose, bit for bit.
-
-    Args:
-        logits_shard: [n, V_local] float32: n rows of one sequence, tokens ``vocab_offset`` and following.
-        first_position: position of the token that row 0 is for.
-        verifier: "greedy" or "coupled" (without top-k and top-p; see ``pairs_suffice``).
-
-    Returns:
-        values [n] float64 and tokens [n] int64. A slice with a NaN has value NaN; an empty one -inf.
-    """
-    num_rows, local_size = logits_shard.shape
-    if verifier not in ("greedy", "coupled"):
-        raise ValueError(f"verifier is {verifier!r}, but pairs suffice for 'greedy' and 'coupled' only")
-    token_ids = torch.arange(vocab_offset, vocab_offset + local_size, device=logits_shard.device)
-    if local_size == 0:
-        values = torch.full((num_rows,), -torch.inf, dtype=torch.float64, device=logits_shard.device)
-        return values, torch.full((num_rows,), vocab_offset, dtype=torch.int64, device=logits_shard.device)
-    if verifier == "greedy":
-        values, tokens = sampling.argmax(token_ids, logits_shard)
-        return values.to(torch.float64), tokens
-    positions = range(first_position, first_position + num_rows)
-    keys = noise.noise_keys([seed] * num_rows, [choice] * num_rows, positions, Purpose.COUPLED)
-    scores = transforms.filtered(logits_shard, temperature=temperature).scores
-    return sampling.argmax(token_ids, scores + noise.gumbel_rows(keys, token_ids))
-
-
-def combine_best(values: Tensor, tokens: Tensor) -> Tensor:
-    """The best token of each row over all ranks.
-
-    Args:
-        values: [world_size, n] float64, tokens: [world_size, n] int64, from ``local_best``.
-
-    Returns:
-        [n] int64: the lowest id among equal values; -1 where the row holds no distribution.
-    """
-    best = values.amax(dim=0)  # passes a NaN on
-    lowest = tokens.masked_fill(values != best, torch.iinfo(torch.int64).max).amin(dim=0)
-    return lowest.masked_fill_(~torch.isfinite(best), -1)
-
-
-def verify_best(values: Tensor, tokens: Tensor, draft_tokens: Sequence[int], *, first_position: int = 0) -> Verdict:
-    """``verify_chain`` from the ranks' pairs.
-
-    Args:
-        values: [world_size, k + 1] float64, tokens: [world_size, k + 1] int64, from ``local_best``.
-        draft_tokens: the k proposals.
-        first_position: only for the error's text.
-
-    Raises:
-        InvalidLogitsError: a row that is needed holds no distribution.
-        ValueError: shapes that do not fit.
-    """
-    if values.shape != tokens.shape or values.shape[-1] != len(draft_tokens) + 1:
-        raise ValueError(f"{len(draft_tokens)} proposals need {len(draft_tokens) + 1} pairs, not {tuple(values.shape)}")
-    own = combine_best(values, tokens).tolist()
-    num_accepted = 0
-    while num_accepted < len(draft_tokens) and own[num_accepted] == draft_tokens[num_accepted] >= 0:
-        num_accepted += 1
-    return _checked(num_accepted, own[num_accepted], first_position)
-
-
-def _checked(num_accepted: int, next_token: int, first_position: int) -> Verdict:
-    if next_token < 0:
-        raise InvalidLogitsError(
-            f"the target's logits for position {first_position + num_accepted} have a NaN or +inf, or no finite entry"
-        )
-    return Verdict(num_accepted, next_token)
 
 
 def _batch_of_one(row: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
