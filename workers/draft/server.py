@@ -125,7 +125,7 @@ class DraftServer:
         self._servicer = servicer
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="draft-grpc", daemon=True)
-        self._health = health.aio.HealthServicer()
+        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server: aio.Server | None = None
 
     def start(self, host: str, port: int = 0) -> str:
