@@ -14,6 +14,8 @@ from outrider.core.errors import Unavailable
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs do not know it
+
 CHANNEL_OPTIONS = (
     # Rows of draft probabilities and results of large batches exceed gRPC's default of 4 MiB.
     ("grpc.max_send_message_length", 256 << 20),
@@ -42,9 +44,20 @@ class BidiStream(Generic[Request, Response]):
 
     async def read(self) -> Response:
         response = await self._guarded(self._call.read())
-        if response is grpc.aio.EOF:  # type: ignore[attr-defined]
+        if response is EOF:
             raise self._broken(await self._status())
-        return response  # type: ignore[no-any-return]
+        return response
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once the stream is over."""
+        self._call.add_done_callback(lambda _: callback())
+
+    def check(self) -> None:
+        """Raises ``Unavailable`` if the stream is over."""
+        if self._ended is not None:
+            raise self._ended
+        if self._call.done():
+            raise self._broken("it has ended")
 
     def end(self, reason: str) -> None:
         """Make pending and later calls raise ``Unavailable(reason)``; the first reason stays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from outrider.core.errors import GroupError, Unavailable
 from outrider.core.plan import GroupInfo, StepPlan, StepResult
@@ -45,6 +46,14 @@ class TargetStream:
         if response.WhichOneof("body") != "result":
             raise GroupError(f"the {self._stream.peer} answered a plan with {response.WhichOneof('body')}")
         return result_from_wire(response.header.epoch or self.epoch, response.result)
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once the stream is over, also while no step runs."""
+        self._stream.when_over(callback)
+
+    def check(self) -> None:
+        """Raises ``Unavailable`` if the stream is over."""
+        self._stream.check()
 
     def end(self, reason: str) -> None:
         """Make the pending and every later call raise ``Unavailable`` with this reason."""

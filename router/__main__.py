@@ -1,0 +1,62 @@
+"""``python -m outrider.router -f CONFIG --redis URL``: one router process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import uuid
+from pathlib import Path
+
+from outrider.cluster.config import load_config
+from outrider.core.errors import OutriderError
+from outrider.router.server import RouterServer
+
+log = logging.getLogger("outrider.router")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m outrider.router", description=__doc__)
+    parser.add_argument("-f", "--file", type=Path, required=True, help="the cluster's settings file")
+    parser.add_argument("--redis", required=True, metavar="URL", help="where the cluster's Redis is")
+    parser.add_argument("--router-id", default=None, help="its name in the registry (default: host and a number)")
+    parser.add_argument("--grace", type=float, default=5.0, metavar="SECONDS", help="time that SIGTERM gives requests")
+    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        stream=sys.stderr, level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    router_id = arguments.router_id or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    try:
+        asyncio.run(serve(arguments.file, arguments.redis, router_id, arguments.grace))
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def serve(file: Path, redis_url: str, router_id: str, grace_s: float) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. Raises ``ConfigError`` or ``Unavailable`` if it cannot start."""
+    server = RouterServer(load_config(file), redis_url, router_id=router_id)
+    asked_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked_to_stop.set)
+    await server.start()
+    running = asyncio.create_task(server.run())
+    stopping = asyncio.create_task(asked_to_stop.wait())
+    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if running.done():
+        await server.stop(0.0)
+        running.result()  # raises what ended it
+    log.info("draining: running requests have %g s to finish", grace_s)
+    await server.stop(grace_s)
+    running.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

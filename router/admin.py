@@ -1,0 +1,123 @@
+"""What operators call: status and live settings."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import grpc
+
+from outrider.core.errors_wire import errors_as_status
+from outrider.router.group import Group
+from outrider.router.live_settings import SettingsFollower
+from outrider.v1 import admin_pb2, admin_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Answers for one router and the group that it owns."""
+
+    def __init__(self, group: Group, settings: SettingsFollower, *, cluster: str, router_id: str) -> None:
+        self._group = group
+        self._settings = settings
+        self._cluster = cluster
+        self._router_id = router_id
+        self._started = time.monotonic()
+
+    async def Status(  # noqa: N802
+        self, request: admin_pb2.StatusRequest, context: _Context
+    ) -> admin_pb2.StatusResponse:
+        async with errors_as_status(context, log, "status"):
+            scheduler = self._group.scheduler
+            snapshot = scheduler.snapshot() if scheduler is not None else None
+            return admin_pb2.StatusResponse(
+                cluster=self._cluster,
+                router_id=self._router_id,
+                groups=[group_status(self._group)],
+                drafts=draft_statuses(self._group),
+                queued=snapshot.num_waiting if snapshot is not None else 0,
+                running=snapshot.num_running if snapshot is not None else 0,
+                settings=self._settings.current.to_wire(),
+                uptime_s=time.monotonic() - self._started,
+            )
+
+    async def GetSettings(  # noqa: N802
+        self, request: admin_pb2.GetSettingsRequest, context: _Context
+    ) -> admin_pb2.GetSettingsResponse:
+        async with errors_as_status(context, log, "get settings"):
+            await self._settings.refresh()
+            return admin_pb2.GetSettingsResponse(settings=self._settings.current.to_wire())
+
+    async def UpdateSettings(  # noqa: N802
+        self, request: admin_pb2.UpdateSettingsRequest, context: _Context
+    ) -> admin_pb2.UpdateSettingsResponse:
+        async with errors_as_status(context, log, "update settings"):
+            settings = await self._settings.update(request.settings)
+            return admin_pb2.UpdateSettingsResponse(settings=settings.to_wire())
+
+
+def group_status(group: Group) -> admin_pb2.GroupStatus:
+    """The group as it is; where no target was attached yet, its state only."""
+    status = admin_pb2.GroupStatus(state=group.state)
+    record, info, scheduler = group.record, group.info, group.scheduler
+    if info is None or scheduler is None:
+        return status
+    snapshot = scheduler.snapshot()
+    checksums = {report.rank: report.committed_checksum for report in group.ranks}
+    status.MergeFrom(
+        admin_pb2.GroupStatus(
+            group_id=info.group_id,
+            epoch=snapshot.epoch,
+            leader_address=record.get("address", ""),
+            model=info.model,
+            dtype=info.dtype,
+            tensor_parallel_size=info.tensor_parallel_size,
+            kv_blocks_total=snapshot.num_blocks,
+            kv_blocks_free=snapshot.num_free_blocks,
+            steps=snapshot.num_steps,
+            row_invariant=info.row_invariant,
+            ranks=[
+                admin_pb2.RankStatus(
+                    rank=rank["rank"],
+                    node=str(rank.get("node", "")),
+                    pid=rank.get("pid", 0),
+                    committed_checksum=checksums.get(rank["rank"], 0),
+                )
+                for rank in record.get("ranks", ())
+            ],
+        )
+    )
+    return status
+
+
+def draft_statuses(group: Group) -> list[admin_pb2.DraftStatus]:
+    """All drafts of the registry, those that were refused included."""
+    scheduler, pool = group.scheduler, group.drafts
+    if scheduler is None or pool is None:
+        return []
+    counts = {draft.draft_id: draft for draft in scheduler.snapshot().drafts}
+    statuses = []
+    for draft_id, draft in sorted(pool.drafts.items()):
+        record = draft.record
+        status = admin_pb2.DraftStatus(
+            draft_id=draft_id,
+            address=record.get("address", ""),
+            state=draft.state,
+            model=record.get("model", ""),
+            drafter=draft.drafter,
+            pid=record.get("pid", 0),
+            node=str(record.get("node", "")),
+            placement=record.get("placement", ""),
+        )
+        if draft_id in counts:
+            count = counts[draft_id]
+            status.sessions = count.num_sessions
+            status.proposal_ms = count.proposal_ms
+            status.num_draft_tokens = count.num_draft_tokens
+            status.num_accepted_tokens = count.num_accepted_tokens
+        statuses.append(status)
+    return statuses

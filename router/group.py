@@ -1,0 +1,377 @@
+"""The owner of a target group: drives its scheduler, keeps what requests produced, and survives its target and drafts.
+
+One loop: schedule, send the plan, await the result, commit. Everything else (new requests, proposals, aborts) calls the
+scheduler between those awaits, on the same event loop, and wakes the loop up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, replace
+
+from outrider.cluster.registry import Record, Registry
+from outrider.core.errors import Conflict, GroupError, NotFound, OutriderError, Unavailable
+from outrider.core.plan import GroupInfo, RankReport, StepResult
+from outrider.core.proposal import Proposal
+from outrider.router.draft_pool import DraftPool
+from outrider.router.drafts import DraftFacts, EvictionReason
+from outrider.router.lease import GroupLease
+from outrider.router.membership import follow_members
+from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
+from outrider.router.scheduler import Scheduler, SchedulerSettings
+from outrider.router.target_stream import TargetStream
+from outrider.router.text import StopCutter, StopMatcher
+from outrider.router.tokenizer import TextTokenizer
+from outrider.router.transcript import Transcript, Update, finish_to_wire
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """Times, in seconds.
+
+    Attributes:
+        step_timeout_s: a step that takes longer ends the stream to the target.
+        attach_timeout_s: the same for attaching.
+        grace_s: how long requests wait for a lost target to come back before they fail.
+        poll_s: how often the registry is read.
+        retry_s: pause before a target is tried again.
+        keep_s: how long the output of a finished request can still be watched.
+    """
+
+    step_timeout_s: float = 130.0
+    attach_timeout_s: float = 10.0
+    grace_s: float = 60.0
+    poll_s: float = 0.25
+    retry_s: float = 0.2
+    keep_s: float = 60.0
+
+
+class Group:
+    """One target group and everything that runs on it. ``run`` it as a task; then ``submit`` and ``watch``.
+
+    Attributes:
+        state: "waiting for a target", "ready", "lost: ..." or "refused: ...".
+        record: what the registry says of the attached target, or of the last one.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        tokenizer: TextTokenizer,
+        scheduler_settings: SchedulerSettings,
+        settings: GroupSettings,
+        *,
+        scheduler_id: str,
+    ) -> None:
+        self.state = "waiting for a target"
+        self.record: Record = {}
+        self.ranks: tuple[RankReport, ...] = ()
+        self._registry = registry
+        self._tokenizer = tokenizer
+        self._scheduler_settings = scheduler_settings
+        self._settings = settings
+        self._scheduler_id = scheduler_id
+        self._scheduler: Scheduler | None = None
+        self._drafts: DraftPool | None = None
+        self._stream: TargetStream | None = None
+        self._lost_at = time.monotonic()
+        self._transcripts: dict[str, Transcript] = {}
+        self._generations = itertools.count(1)
+        self._newest: Record | None = None  # the target's newest record
+        self._min_epoch = 0  # older records are of groups that failed
+        self._wake = asyncio.Event()
+        self._lease: GroupLease | None = None
+
+    @property
+    def info(self) -> GroupInfo | None:
+        """What the group is; None before the first target was attached."""
+        return self._scheduler.info if self._scheduler is not None else None
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        return self._scheduler
+
+    @property
+    def drafts(self) -> DraftPool | None:
+        return self._drafts
+
+    @property
+    def is_attached(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(transcript.finished_at is None for transcript in self._transcripts.values())
+
+    # What frontends call.
+
+    async def submit(self, request: NewRequest) -> Update:
+        """Queue a request. Returns where it stands: the group's epoch, the request's generation, its first position.
+
+        Raises ``InvalidRequest``, ``Overloaded``, ``Conflict`` or ``Unavailable``, and then changes nothing.
+        """
+        scheduler = self._scheduler
+        if scheduler is None or self._is_given_up():
+            raise Unavailable(self._why_unavailable())
+        known = self._transcripts.get(request.request_id)
+        if known is not None and known.finished_at is None:
+            raise Conflict(f"request {request.request_id} runs already; choose another request_id or abort it first")
+        request = replace(request, generation=next(self._generations))
+        scheduler.add(request, time.monotonic())
+        self._transcripts[request.request_id] = Transcript(request)
+        self._wake.set()
+        return Update(scheduler.epoch, request.generation, len(request.prompt_tokens), ())
+
+    def watch(self, request_id: str, from_position: int, generation: int = 0) -> AsyncIterator[Update]:
+        """What a request commits from a position on (``Transcript.follow``). Generation 0 stands for the newest.
+
+        Raises ``NotFound`` for a request that never was or ended more than ``keep_s`` ago.
+        """
+        return self._find(request_id, generation).follow(from_position)
+
+    async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool:
+        """End a request. False if it has ended already or never was."""
+        with contextlib.suppress(NotFound):
+            transcript = self._find(request_id, generation)
+            if transcript.finished_at is None and self._scheduler is not None:
+                committed = self._scheduler.abort(request_id, reason, time.monotonic())
+                self._deliver([committed] if committed is not None else [])
+                self._send_to_drafts()
+                self._wake.set()
+                return committed is not None
+        return False
+
+    def update_settings(self, settings: SchedulerSettings) -> None:
+        """Takes effect for requests submitted from now on."""
+        self._scheduler_settings = settings
+        if self._scheduler is not None:
+            self._scheduler.update_settings(settings)
+
+    def fail_all(self, error: OutriderError) -> None:
+        """End every request with an error."""
+        now = time.monotonic()
+        for request_id, transcript in self._transcripts.items():
+            if transcript.finished_at is None and self._scheduler is not None:
+                self._scheduler.abort(request_id, str(error), now)
+                transcript.fail(error, now)
+        self._send_to_drafts()
+        self._wake.set()
+
+    # What drafts say (DraftListener).
+
+    def draft_joined(self, facts: DraftFacts) -> None:
+        self._scheduling.draft_joined(facts, time.monotonic())
+        self._after_draft()
+
+    def draft_left(self, draft_id: str) -> None:
+        self._scheduling.draft_left(draft_id, time.monotonic())
+        self._after_draft()
+
+    def draft_proposed(self, draft_id: str, session_id: int, proposal: Proposal) -> None:
+        dropped = self._scheduling.draft_proposed(draft_id, session_id, proposal, time.monotonic())
+        if dropped is not None:
+            log.debug("proposal %d of draft %s was dropped: %s", proposal.proposal_id, draft_id, dropped)
+        self._after_draft()
+
+    def draft_evicted(self, draft_id: str, session_id: int, reason: EvictionReason) -> None:
+        log.info("draft %s dropped session %d: %s", draft_id, session_id, reason.name)
+        self._scheduling.draft_evicted(draft_id, session_id, reason, time.monotonic())
+        self._after_draft()
+
+    def draft_needs_tokens(self, draft_id: str, session_id: int, from_len: int) -> None:
+        self._scheduling.draft_needs_tokens(draft_id, session_id, from_len, time.monotonic())
+        self._after_draft()
+
+    # Running.
+
+    async def run(self) -> None:
+        """Serve until cancelled; then every request that runs fails with ``Unavailable``."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow_target(), name="follow target")
+                tasks.create_task(self._tick(), name="tick")
+                tasks.create_task(self._keep_attached(tasks), name="keep attached")
+        finally:
+            if self._lease is not None:
+                await self._lease.release()
+            self.state = "stopped"
+            self.fail_all(Unavailable("the router is shutting down; send the request again"))
+
+    async def _follow_target(self) -> None:
+        async for records in follow_members(self._registry, "target", self._settings.poll_s):
+            group_id = self.record.get("group_id")
+            fitting = [record for record in records.values() if group_id in (None, record["group_id"])]
+            if not fitting:
+                continue
+            newest = min(fitting, key=lambda record: (record["group_id"], -record["epoch"]))
+            self._newest = newest
+            if self._stream is not None and newest["epoch"] > self._stream.epoch:
+                self._stream.end(f"epoch {newest['epoch']} of group {newest['group_id']} has taken over")
+            self._wake.set()
+
+    async def _tick(self) -> None:
+        """Deadlines and the grace time pass even while a step runs or no target is there."""
+        while True:
+            await asyncio.sleep(min(0.1, self._settings.poll_s))
+            now = time.monotonic()
+            if self._scheduler is not None:
+                self._deliver(self._scheduler.expire(now))
+                self._send_to_drafts()
+            if self._is_given_up() and self.num_unfinished:
+                self.fail_all(Unavailable(self._why_unavailable()))
+            for request_id, transcript in list(self._transcripts.items()):
+                if transcript.finished_at is not None and now - transcript.finished_at > self._settings.keep_s:
+                    del self._transcripts[request_id]
+
+    async def _keep_attached(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            record = await self._next_record()
+            if self._lease is None:
+                self._lease = GroupLease(self._registry, record["group_id"], self._scheduler_id)
+                await self._lease.acquire()
+                tasks.create_task(self._lease.keep(self._lose_lease), name="lease")
+                record = await self._next_record()
+            stream = TargetStream(record["address"], scheduler_id=self._scheduler_id, epoch=record["epoch"])
+            try:
+                info = await stream.attach(self._settings.attach_timeout_s)
+                self._attached(stream, record, info)
+                if self._drafts is None:
+                    self._drafts = DraftPool(
+                        self._registry, self, scheduler_id=self._scheduler_id, info=info, poll_s=self._settings.poll_s
+                    )
+                    tasks.create_task(self._drafts.run(), name="drafts")
+                self._drafts.epoch = stream.epoch
+                await self._drive(stream)
+            except Unavailable as error:
+                self._detached(f"lost: {error}")
+            except GroupError as error:
+                # It said that it cannot go on: wait for the rebuilt group.
+                self._min_epoch = record["epoch"] + 1
+                self._detached(f"lost: {error}")
+            finally:
+                self._stream = None
+                await stream.close()
+            await asyncio.sleep(self._settings.retry_s)
+
+    async def _next_record(self) -> Record:
+        while True:
+            self._wake.clear()
+            fresh = self._newest is not None and self._newest["epoch"] >= self._min_epoch
+            if self._newest is not None and fresh and (self._lease is None or self._lease.is_held):
+                return self._newest
+            await self._wake.wait()
+
+    def _lose_lease(self, reason: str) -> None:
+        if self._stream is not None:
+            self._stream.end(reason)
+
+    def _attached(self, stream: TargetStream, record: Record, info: GroupInfo) -> None:
+        if info.tokenizer_fingerprint != self._tokenizer.fingerprint:
+            raise Unavailable(
+                f"the target's tokenizer {info.tokenizer_fingerprint} is not the router's "
+                f"{self._tokenizer.fingerprint}; both must read the same model folder"
+            )
+        if self._scheduler is None:
+            self._scheduler = Scheduler(
+                info, self._scheduler_settings, epoch=stream.epoch, make_cutter=self._make_cutter
+            )
+        else:
+            self._deliver(self._scheduler.reset(stream.epoch, info))
+        stream.when_over(self._wake.set)
+        self._stream, self.record, self.state = stream, record, "ready"
+        log.info("attached to %s at %s, epoch %d: %s", info.group_id, stream.address, stream.epoch, info.model)
+
+    def _detached(self, state: str) -> None:
+        if self._stream is not None:
+            self._lost_at = time.monotonic()
+        if state != self.state:
+            log.warning("target %s", state)
+        self.state = state
+
+    async def _drive(self, stream: TargetStream) -> None:
+        scheduler = self._scheduling
+        while True:
+            self._wake.clear()
+            stream.check()
+            now = time.monotonic()
+            self._deliver(scheduler.expire(now))
+            plan = scheduler.schedule(now)
+            self._send_to_drafts()
+            if plan is None:
+                await self._sleep_until(scheduler.next_wakeup(now), now)
+                continue
+            result = await stream.step(plan, self._settings.step_timeout_s)
+            self._completed(scheduler, result)
+
+    def _completed(self, scheduler: Scheduler, result: StepResult) -> None:
+        try:
+            committed = scheduler.complete(result, time.monotonic())
+        except GroupError as error:
+            # Attaching again voids what the group holds, and with it the contradiction.
+            raise Unavailable(f"attaching again: {error}") from error
+        self._deliver(committed)
+        self._send_to_drafts()
+        self.ranks = result.ranks
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("epoch %d step %d: %s", result.epoch, result.step, result.timing)
+
+    async def _sleep_until(self, wakeup: float | None, now: float) -> None:
+        delay = None if wakeup is None else max(0.0, wakeup - now)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await self._wake.wait()
+
+    # Pieces.
+
+    @property
+    def _scheduling(self) -> Scheduler:
+        if self._scheduler is None:
+            raise RuntimeError("no target was attached yet")
+        return self._scheduler
+
+    def _deliver(self, committed: Iterable[Committed]) -> None:
+        for item in committed:
+            transcript = self._transcripts.get(item.request_id)
+            if transcript is None or transcript.generation != item.generation:
+                continue
+            if item.tokens:
+                transcript.extend(self._scheduling.epoch, item.tokens)
+            if item.finish is not None:
+                stop_token = item.finish.stop_token
+                explicit = stop_token is not None and stop_token in transcript.request.stop_token_ids
+                text = self._tokenizer.decode([stop_token]) if explicit and stop_token is not None else ""
+                transcript.finish(finish_to_wire(item.finish, text), time.monotonic())
+
+    def _after_draft(self) -> None:
+        self._send_to_drafts()
+        self._wake.set()
+
+    def _send_to_drafts(self) -> None:
+        if self._scheduler is not None:
+            for event in self._scheduler.draft_events():
+                if self._drafts is not None:
+                    self._drafts.send(event)
+
+    def _make_cutter(self, request: NewRequest) -> Cutter:
+        if not request.stop:
+            return NoStops()
+        return StopCutter(self._tokenizer.detokenizer(request.prompt_tokens), StopMatcher(request.stop))
+
+    def _find(self, request_id: str, generation: int) -> Transcript:
+        transcript = self._transcripts.get(request_id)
+        if transcript is None or generation not in (0, transcript.generation):
+            raise NotFound(f"no request {request_id} is known here")
+        return transcript
+
+    def _is_given_up(self) -> bool:
+        return self._stream is None and time.monotonic() - self._lost_at > self._settings.grace_s
+
+    def _why_unavailable(self) -> str:
+        return f"no target group serves this cluster ({self.state}); see `outrider status`, and try again later"

@@ -1,0 +1,170 @@
+"""Submit, watch and abort: what a frontend asks of the owner of a group, in the same process or over gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+
+from outrider.core.errors import InvalidRequest
+from outrider.core.errors_wire import error_from_rpc, errors_as_status
+from outrider.core.plan import GroupInfo
+from outrider.core.wire import sampling_from_wire, sampling_to_wire
+from outrider.router.requests import NewRequest
+from outrider.router.streams import CHANNEL_OPTIONS
+from outrider.router.tokenizer import TextTokenizer
+from outrider.router.transcript import Update
+from outrider.v1 import common_pb2, group_pb2, group_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+class GroupOwner(Protocol):
+    """What a frontend needs of a group: ``router.group.Group`` in this process or ``RemoteGroup`` in another one."""
+
+    @property
+    def info(self) -> GroupInfo | None: ...
+
+    async def submit(self, request: NewRequest) -> Update: ...
+
+    def watch(self, request_id: str, from_position: int, generation: int = 0) -> AsyncIterator[Update]: ...
+
+    async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool: ...
+
+
+class GroupServicer(group_pb2_grpc.GroupServiceServicer):
+    """Offers a group to frontends in other processes."""
+
+    def __init__(self, owner: GroupOwner, tokenizer: TextTokenizer) -> None:
+        self._owner = owner
+        self._tokenizer = tokenizer
+
+    async def Submit(  # noqa: N802
+        self, request: group_pb2.SubmitRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> group_pb2.SubmitResponse:
+        async with errors_as_status(context, log, f"submit {request.request_id}"):
+            if not request.HasField("sampling"):
+                raise InvalidRequest("sampling", None, "set")
+            start = await self._owner.submit(submit_from_wire(request, self._tokenizer, time.monotonic()))
+            return group_pb2.SubmitResponse(
+                header=common_pb2.Header(epoch=start.epoch, generation=start.generation),
+                group_id=self._owner.info.group_id if self._owner.info is not None else "",
+            )
+
+    async def Watch(  # noqa: N802
+        self, request: group_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[group_pb2.WatchResponse]:
+        async with errors_as_status(context, log, f"watch {request.request_id}"):
+            updates = self._owner.watch(request.request_id, request.from_position, request.header.generation)
+            async for update in updates:
+                yield group_pb2.WatchResponse(
+                    header=common_pb2.Header(epoch=update.epoch, generation=update.generation),
+                    position=update.position,
+                    tokens=update.tokens,
+                    finish=update.finish,
+                )
+
+    async def Abort(  # noqa: N802
+        self, request: group_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> group_pb2.AbortResponse:
+        async with errors_as_status(context, log, f"abort {request.request_id}"):
+            found = await self._owner.abort(request.request_id, request.reason, request.header.generation)
+            return group_pb2.AbortResponse(header=request.header, found=found)
+
+
+class RemoteGroup:
+    """A group whose owner is another process. Close it with ``aclose``.
+
+    ``info`` stays None: the owner checks what only it knows.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub: Any = group_pb2_grpc.GroupServiceStub(self._channel)
+
+    @property
+    def info(self) -> GroupInfo | None:
+        return None
+
+    async def submit(self, request: NewRequest) -> Update:
+        """As ``Group.submit``; raises ``Unavailable`` if the owner does not answer in time."""
+        try:
+            response = await self._stub.Submit(submit_to_wire(request, time.monotonic()), timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, address=self.address) from error
+        return Update(response.header.epoch, response.header.generation, len(request.prompt_tokens), ())
+
+    async def watch(self, request_id: str, from_position: int, generation: int = 0) -> AsyncIterator[Update]:
+        """As ``Group.watch``; a broken stream raises ``Unavailable``: watch again from the position reached."""
+        call = self._stub.Watch(
+            group_pb2.WatchRequest(
+                header=common_pb2.Header(generation=generation), request_id=request_id, from_position=from_position
+            )
+        )
+        try:
+            async for response in call:
+                yield Update(
+                    epoch=response.header.epoch,
+                    generation=response.header.generation,
+                    position=response.position,
+                    tokens=tuple(response.tokens),
+                    finish=response.finish if response.HasField("finish") else None,
+                )
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, address=self.address) from error
+        finally:
+            call.cancel()
+
+    async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool:
+        """As ``Group.abort``."""
+        request = group_pb2.AbortRequest(
+            header=common_pb2.Header(generation=generation), request_id=request_id, reason=reason
+        )
+        try:
+            response = await self._stub.Abort(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, address=self.address) from error
+        return bool(response.found)
+
+    async def aclose(self) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            await self._channel.close(None)
+
+
+def submit_to_wire(request: NewRequest, now: float) -> group_pb2.SubmitRequest:
+    """EOS tokens do not travel: the owner reads them from the same model folder."""
+    message = group_pb2.SubmitRequest(
+        request_id=request.request_id,
+        prompt_tokens=request.prompt_tokens,
+        sampling=sampling_to_wire(request.sampling),
+        max_tokens=request.max_tokens or 0,
+        stop_token_ids=sorted(request.stop_token_ids),
+        stop=request.stop,
+        num_speculative_tokens=request.num_speculative_tokens,
+    )
+    if request.deadline is not None:
+        message.timeout_ms = max(1, round(1000 * (request.deadline - now)))
+    return message
+
+
+def submit_from_wire(message: group_pb2.SubmitRequest, tokenizer: TextTokenizer, now: float) -> NewRequest:
+    """The inverse of ``submit_to_wire``; ``now`` is the time that the deadline counts from."""
+    has_number = message.HasField("num_speculative_tokens")
+    return NewRequest(
+        request_id=message.request_id,
+        generation=0,
+        prompt_tokens=tuple(message.prompt_tokens),
+        sampling=sampling_from_wire(message.sampling),
+        max_tokens=message.max_tokens or None,
+        eos_token_ids=tokenizer.eos_token_ids,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        stop=tuple(message.stop),
+        num_speculative_tokens=message.num_speculative_tokens if has_number else None,
+        deadline=now + message.timeout_ms / 1000 if message.timeout_ms else None,
+    )

@@ -1,0 +1,178 @@
+"""One router: frontend, group owner and administration behind one gRPC port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from types import TracebackType
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.registry import Registry
+from outrider.core.errors import ConfigError, Unavailable
+from outrider.core.sampling import Verifier
+from outrider.router.admin import AdminServicer
+from outrider.router.admission import Defaults
+from outrider.router.frontend import Frontend
+from outrider.router.group import Group, GroupSettings
+from outrider.router.group_service import GroupServicer
+from outrider.router.live_settings import LiveSettings, SettingsFollower
+from outrider.router.scheduler import SchedulerSettings
+from outrider.router.streams import CHANNEL_OPTIONS
+from outrider.router.tokenizer import TextTokenizer
+from outrider.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    group_pb2,
+    group_pb2_grpc,
+)
+
+log = logging.getLogger(__name__)
+
+SERVICES = (
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    group_pb2.DESCRIPTOR.services_by_name["GroupService"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+)
+
+
+class RouterServer:
+    """Use it as an async context manager: it serves inside, and drains when it is left by ``stop``.
+
+    Attributes:
+        address: where it listens, once started.
+        group: the group that it owns.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        redis_url: str,
+        *,
+        router_id: str,
+        settings: GroupSettings | None = None,
+    ) -> None:
+        """Raises ``ConfigError`` if the model's tokenizer cannot be read."""
+        self.address = ""
+        self._config = config
+        self._router_id = router_id
+        self._tokenizer = TextTokenizer(config.target.model)
+        self._registry = Registry(redis_url, config.cluster)
+        self._settings = settings or GroupSettings(step_timeout_s=config.target.step_timeout_s + 10)
+        initial = LiveSettings(config.speculation.num_speculative_tokens, Verifier[config.speculation.verifier.upper()])
+        self.group = Group(
+            self._registry,
+            self._tokenizer,
+            self._scheduler_settings(initial),
+            self._settings,
+            scheduler_id=router_id,
+        )
+        self._frontend = Frontend(
+            self.group,
+            self._tokenizer,
+            Defaults(initial.verifier),
+            default_timeout_s=config.router.default_timeout_s,
+        )
+        self._live = SettingsFollower(self._registry, initial, self._apply, poll_s=1.0)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server: grpc.aio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> RouterServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop(0.0)
+
+    async def start(self) -> None:
+        """Listen and begin to look for the target. Raises ``Unavailable`` (Redis) or ``ConfigError`` (port taken)."""
+        await self._registry.check()
+        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._frontend, self._server)
+        group_pb2_grpc.add_GroupServiceServicer_to_server(GroupServicer(self.group, self._tokenizer), self._server)
+        admin = AdminServicer(self.group, self._live, cluster=self._config.cluster, router_id=self._router_id)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        await self._report_health(serving=False)
+        host, port = self._config.router.host, self._config.router.port
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            bound = 0
+            log.debug("%s", error)
+        if bound == 0:
+            raise ConfigError(f"router.port: {host}:{port} is taken; choose another port, or 0 for a free one")
+        await self._server.start()
+        self.address = f"{host}:{bound}"
+        self._tasks = [
+            asyncio.create_task(self.group.run(), name="group"),
+            asyncio.create_task(self._live.run(), name="live settings"),
+            asyncio.create_task(self._show(), name="registration"),
+        ]
+        log.info("router %s listens on %s", self._router_id, self.address)
+
+    async def run(self) -> None:
+        """Wait until a part of the router ends, and raise what it failed with."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones finish for ``grace_s``, then end."""
+        self._frontend.draining = True
+        await self._report_health(serving=False)
+        deadline = time.monotonic() + grace_s
+        while (self._frontend.num_open or self.group.num_unfinished) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(1.0)
+        with contextlib.suppress(Unavailable):
+            await self._registry.withdraw("router", self._router_id)
+        await self._registry.aclose()
+
+    def _apply(self, live: LiveSettings) -> None:
+        self._frontend.defaults = Defaults(live.verifier)
+        self.group.update_settings(self._scheduler_settings(live))
+
+    def _scheduler_settings(self, live: LiveSettings) -> SchedulerSettings:
+        return SchedulerSettings(
+            max_queue=self._config.router.max_queue,
+            max_num_seqs=self._config.router.max_num_seqs,
+            num_speculative_tokens=live.num_speculative_tokens,
+        )
+
+    async def _show(self) -> None:
+        """Keep health and registration as they should be: known to others once it serves, and as long as it lives."""
+        registered = False
+        while True:
+            serving = self.group.is_attached and not self._frontend.draining
+            await self._report_health(serving=serving)
+            registered = registered or serving
+            if registered:
+                record = {"router_id": self._router_id, "address": self.address, "pid": os.getpid()}
+                try:
+                    await self._registry.announce("router", self._router_id, record)
+                except Unavailable as error:
+                    log.debug("%s", error)
+            await asyncio.sleep(self._registry.ttl_s / 4 if registered else self._settings.poll_s / 5)
+
+    async def _report_health(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *SERVICES):
+            await self._health.set(service, status)
