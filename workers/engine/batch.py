@@ -21,7 +21,8 @@ class SequenceRows:
         tokens: token ids to run, at positions ``start``, ``start + 1``, ...; at least one.
         start: number of positions whose keys and values are valid in the cache; what lies beyond is overwritten or
             ignored, so a shorter ``start`` than before is all that a rollback takes.
-        block_table: block ids; position ``t`` lies in block ``block_table[t // block_size]`` at slot ``t % block_size``.
+        block_table: block ids; position ``t`` lies in block ``block_table[t // block_size]``, at its slot
+            ``t % block_size``.
         logits_rows: indices into ``tokens`` of the rows whose hidden states are wanted.
     """
 

@@ -1,7 +1,8 @@
 """Integers from rank 0 to the other ranks over plain sockets.
 
-A collective would either spin while nothing is to be done or cost milliseconds on gloo, and would give up at its group's
-timeout. A socket sleeps, wakes in tens of microseconds, waits as long as it is told, and ends when its peer dies.
+A collective would either spin while nothing is to be done or cost milliseconds on gloo, and would give up at its
+group's timeout. A socket sleeps, wakes in tens of microseconds, waits as long as it is told, and ends when its peer
+dies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from array import array
 from collections.abc import Sequence
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from outrider.core.errors import GroupError
 

@@ -148,7 +148,8 @@ class Engine:
         fits = num_blocks * self.block_size
         if fits < max_model_len and config.max_model_len is not None:
             raise ConfigError(
-                f"max_model_len is {max_model_len}, but {num_blocks} KV blocks of {self.block_size} hold {fits} positions"
+                f"max_model_len is {max_model_len}, but num_kv_blocks {num_blocks} of block_size {self.block_size} "
+                f"hold {fits} positions"
             )
         return num_blocks, min(max_model_len, fits)
 

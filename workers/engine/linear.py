@@ -1,7 +1,7 @@
 """Linear layers whose rows do not depend on one another, and their tensor-parallel forms.
 
-``torch.nn.functional.linear`` picks another algorithm, and another order of summation, for each number of rows. oneDNN's
-packed product does not from two rows on (docs/exactness.md), so a single row is padded to two.
+``torch.nn.functional.linear`` picks another algorithm, and another order of summation, for each number of rows.
+oneDNN's packed product does not from two rows on (docs/exactness.md), so a single row is padded to two.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def load_model(
             model = AutoModelForCausalLM.from_pretrained(
                 config.model, dtype="auto", attn_implementation=IMPLEMENTATION, local_files_only=True
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {config.model}: {' '.join(str(error).split())[:300]}") from error
     model.eval().requires_grad_(False)
     decoder: nn.Module = model.base_model
@@ -214,9 +214,9 @@ def _replacement(
         return WideningEmbedding(layer.weight.data.to(device), dtype)
     if type(layer) is not nn.Linear and not type(layer).__module__.startswith("deepspeed."):
         return None
-    weight = layer.weight.data.to(device=device, dtype=dtype)  # type: ignore[union-attr, operator]
-    bias = getattr(layer, "bias", None)
-    bias = None if bias is None else bias.data.to(device=device, dtype=dtype)
+    own = dict(layer.named_parameters(recurse=False))
+    weight = own["weight"].data.to(device=device, dtype=dtype)
+    bias = own["bias"].data.to(device=device, dtype=dtype) if "bias" in own else None
     if kind in ("Linear", "LinearLayer", "fused_LinearLayer", "GateUpPack_LinearLayer"):
         return PackedLinear(weight, bias, packed=packed)
     if kind == "LinearAllreduce":

@@ -98,10 +98,12 @@ class Parallel:
         timeout = datetime.timedelta(seconds=timeout_s)
         on_cuda = device == "cuda"
         try:
-            store = dist.TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout
+            )
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-                store=dist.PrefixStore("outrider", store),
+                store=dist.PrefixStore("outrider", store),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -110,7 +112,8 @@ class Parallel:
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise GroupError(
-                f"rank {rank} of {world_size} found no group at {master_addr}:{master_port} in {timeout_s:g} s: {reason}"
+                f"rank {rank} of {world_size} found no group at {master_addr}:{master_port} "
+                f"in {timeout_s:g} s: {reason}"
             ) from error
         shared = _start_deepspeed(rank, world_size, local_size, master_addr, master_port, on_cuda)
         return cls(rank, world_size, local_size, channel=channel, shared_memory=shared, on_cuda=on_cuda)
@@ -134,8 +137,8 @@ class Parallel:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks in rank order, bit by bit, on every rank. Shape and dtype must agree.
 
-        In shared memory each rank adds its part to negative zeros, since x + (-0.0) is x for every x; types other than
-        float32 travel as 16-bit pieces, which float32 holds exactly.
+        In shared memory each rank adds its part to negative zeros, since x + (-0.0) is x for every x (signalling NaNs
+        alone become quiet ones); types other than float32 travel as 16-bit pieces, which float32 holds exactly.
         """
         if self.world_size == 1 or tensor.numel() == 0:
             return [tensor] * self.world_size

@@ -1,4 +1,4 @@
-"""DeepSpeed's all-reduce through shared memory, for ranks that share a host: microseconds, where gloo takes milliseconds.
+"""DeepSpeed's all-reduce through shared memory, for ranks of one host: microseconds, where gloo takes milliseconds.
 
 The operator is compiled at first use and kept in torch's folder for extensions (``TORCH_EXTENSIONS_DIR``).
 """
