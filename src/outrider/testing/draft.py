@@ -20,7 +20,6 @@ from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 class _Session:
     text: HashedTokens
     generation: int
-    prompt_len: int
     num_tokens: int
     with_rows: bool
 
@@ -180,7 +179,6 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer):
         sessions[opened.session_id] = _Session(
             text=text,
             generation=request.header.generation,
-            prompt_len=len(text),
             num_tokens=opened.num_tokens,
             with_rows=opened.sampling.verifier == Verifier.REJECTION,
         )
@@ -230,7 +228,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer):
     def _tokens(self, session: _Session, count: int) -> list[int]:
         text, tokens = HashedTokens(session.text.tokens), []
         for _ in range(count):
-            token = self.model.continue_from(text.hashes[-1], len(text), session.prompt_len)
+            token = self.model.next_token(text.hashes[-1], len(text))
             if self.wrong_every and len(text) % self.wrong_every == 0:
                 token = (token + 1) % VOCAB_SIZE
             text.extend([token])

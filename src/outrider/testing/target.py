@@ -33,7 +33,6 @@ class _Sequence:
     text: HashedTokens
     blocks: list[int]
     sampling: Sampling
-    prompt_len: int
 
 
 @dataclass
@@ -42,7 +41,6 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer):
 
     Attributes:
         step_s: time that a step takes.
-        prompts: the prompt's length for each prompt, by its first tokens; None takes the first plan's rows.
         nan_prompts: sequences whose text begins with one of these fail with INVALID_LOGITS once they sample.
         faults: what was wrong with plans; empty in a correct run.
         proposals: (proposed, accepted) of each verification that had a proposal.
@@ -204,7 +202,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer):
 
     def _next(self, sequence: _Sequence) -> int:
         text = sequence.text
-        return self.model.continue_from(text.hashes[-1], len(text), sequence.prompt_len)
+        return self.model.next_token(text.hashes[-1], len(text))
 
     def _plan_fault(self, plan: SequencePlan) -> str | None:
         known = self._sequences.get(plan.seq_id)
@@ -213,7 +211,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer):
                 return "an unknown sequence without sampling settings"
             if plan.block_keep or plan.kv_len:
                 return "a new sequence that keeps blocks or positions"
-            known = _Sequence(HashedTokens(), [], plan.sampling, len(plan.tokens) - plan.num_proposal_tokens)
+            known = _Sequence(HashedTokens(), [], plan.sampling)
             self._sequences[plan.seq_id] = known
         if plan.kv_len > len(known.text):
             return f"keeps {plan.kv_len} positions of {len(known.text)}"

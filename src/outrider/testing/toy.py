@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outrider.core.fingerprint import tokenizer_fingerprint
-from outrider.core.prefix import extend_hash, hash_tokens
+from outrider.core.prefix import HashedTokens
 
 NUM_BYTES = 256
 EOS = 256  # <|end|>
@@ -21,30 +21,30 @@ class ToyModel:
     """Knows what comes next.
 
     Attributes:
-        alphabet: the tokens that it may say.
-        script: output tokens that it says first, whatever the prompt.
+        alphabet: the tokens that it says.
+        script: tokens that stand at given positions (of prompt + output) whatever came before.
     """
 
     alphabet: tuple[int, ...] = LETTERS
-    script: tuple[int, ...] = field(default=())
+    script: Mapping[int, int] = field(default_factory=dict)
 
-    def next_token(self, prefix: Sequence[int], prompt_len: int) -> int:
-        """The token after ``prefix``, of which the first ``prompt_len`` tokens are the prompt."""
-        return self.continue_from(hash_tokens(prefix), len(prefix), prompt_len)
-
-    def continue_from(self, prefix_hash: int, length: int, prompt_len: int) -> int:
-        """The same from the chained hash of a prefix (``outrider.core.prefix``)."""
-        if 0 <= length - prompt_len < len(self.script):
-            return self.script[length - prompt_len]
+    def next_token(self, prefix_hash: int, length: int) -> int:
+        """The token after a prefix of that length and chained hash (``outrider.core.prefix``)."""
+        if length in self.script:
+            return self.script[length]
         return self.alphabet[(prefix_hash >> 7) % len(self.alphabet)]
 
     def output(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that follow a prompt."""
-        prefix_hash, tokens = hash_tokens(prompt), []
-        for index in range(count):
-            tokens.append(self.continue_from(prefix_hash, len(prompt) + index, len(prompt)))
-            prefix_hash = extend_hash(prefix_hash, tokens[-1])
-        return tokens
+        text = HashedTokens(prompt)
+        for _ in range(count):
+            text.extend([self.next_token(text.hashes[-1], len(text))])
+        return text.tokens[len(prompt) :]
+
+    def saying(self, text: str, prompt_len: int, *, end: bool = False) -> ToyModel:
+        """The same model, but its output after a prompt of that length begins with a text (and then ends)."""
+        said = [*text.encode(), *([EOS] if end else [])]
+        return replace(self, script={**self.script, **dict(enumerate(said, prompt_len))})
 
 
 def write_toy_model(folder: Path, *, chat: bool = True, rename: str = "") -> Path:
