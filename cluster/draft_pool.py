@@ -56,7 +56,6 @@ class DraftProcess:
             WORKER,
             arguments,
             needs=self._seat.needs,
-            name=self.draft_id,
             runtime_env={"env_vars": thread_environment(num_threads)},
             **options,
         )

@@ -63,11 +63,14 @@ def read_record(line: str) -> tuple[Event, str] | None:
 
 
 @contextlib.contextmanager
-def output_to(log_file: Path) -> Iterator[None]:
-    """Send this process's standard output and error, and those of its children, to a file."""
+def output_to(log_file: Path, *, for_good: bool) -> Iterator[None]:
+    """Send this process's standard output and error, and those of its children, to a file.
+
+    ``for_good``: nothing of the former ones is kept open, so that whoever reads them sees their end.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
+    kept = [] if for_good else [os.dup(1), os.dup(2)]
     target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     os.dup2(target, 1)
     os.dup2(target, 2)
@@ -77,6 +80,6 @@ def output_to(log_file: Path) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, copy in zip((1, 2), kept, strict=True):
+        for number, copy in enumerate(kept, 1):
             os.dup2(copy, number)
             os.close(copy)

@@ -14,11 +14,12 @@ import yaml
 
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.registry import Registry
-from outrider.core.errors import GroupError, Unavailable
+from outrider.core.errors import ConfigError, GroupError, Unavailable
 
 REGISTER_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 10.0
+GRACE_S = 5.0  # for requests that run when it is told to stop
+STOP_TIMEOUT_S = 15.0
 POLL_S = 0.25
 
 
@@ -49,7 +50,7 @@ class RouterProcess:
         command = [sys.executable, "-P", "-m", "outrider.router", "-f", str(settings), "--redis", self._redis_url]
         with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, "--router-id", self.router_id],
+                [*command, "--router-id", self.router_id, "--grace", str(GRACE_S)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -88,6 +89,9 @@ class RouterProcess:
                     drafts = [draft.state for draft in status.drafts]
                     if states and all(state == "ready" for state in states) and drafts.count("ready") >= num_drafts:
                         return
+                    refused = [state for state in [*states, *drafts] if state.startswith("refused")]
+                    if refused:
+                        raise ConfigError(f"the router {refused[0]}")
                     seen = f"groups {states}, drafts {drafts}"
                 except grpc.aio.AioRpcError as error:
                     seen = error.details() or error.code().name
@@ -122,7 +126,7 @@ class RouterProcess:
         except OSError:
             return ""
         lines = [line.strip() for line in lines if line.strip()]
-        return lines[-1].removeprefix("error: ")[:300] if lines else ""
+        return lines[-1].removeprefix("outrider router: ")[:300] if lines else ""
 
     @property
     def _log_file(self) -> Path:

@@ -31,7 +31,7 @@ from outrider.cluster.report import Reporter, output_to
 from outrider.cluster.router_process import RouterProcess
 from outrider.cluster.state import ClusterState, StateFolder, child_of
 from outrider.cluster.target_group import TargetGroup
-from outrider.cluster.waiting import all_or_first_error
+from outrider.cluster.waiting import all_or_first_error, guarded
 from outrider.core.errors import OutriderError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,8 @@ class Supervisor:
         self._reporter.progress(f"loading the target {self._config.target.model} on {ranks} rank(s)")
         for draft in self._drafts:
             self._reporter.progress(f"starting the draft {draft.draft_id}")
-        await all_or_first_error(self._build_group(), *(self._start_draft(draft) for draft in self._drafts))
+        loading = all_or_first_error(self._build_group(), *(self._start_draft(draft) for draft in self._drafts))
+        await guarded(loading, router.watch())
         await router.wait_registered(registry)
         await router.wait_ready(len(self._drafts))
         self._remember(phase="ready", router_address=router.address)
@@ -275,15 +276,20 @@ def supervise(settings_file: Path, *, report_fd: int | None = None) -> int:
         try:
             config = load_config(settings_file)
             folder = StateFolder(config.cluster)
-            with folder.hold(), output_to(folder.log_file):
+            with folder.hold(), output_to(folder.log_file, for_good=report_fd is not None):
                 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
                 check_models(config)
                 check_router_port(config)
                 # Ray puts the working directory on the workers' import path: let there be nothing to import.
                 os.chdir(folder.path)
-                asyncio.run(Supervisor(config, settings_file, folder, reporter).run())
+                # Programs of this virtual environment, such as ninja, also where it was not activated.
+                os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+                try:
+                    asyncio.run(Supervisor(config, settings_file, folder, reporter).run())
+                except OutriderError as error:
+                    log.error("%s", error)
+                    raise
         except OutriderError as error:
-            log.error("%s", error)
             reporter.error(str(error))
             return 1
         return 0

@@ -92,27 +92,23 @@ class TargetGroup:
                     SHARD,
                     arguments,
                     needs=self._placement.rank_needs,
-                    name=f"{self.group_id}-e{self.epoch}-rank{rank}",
                     runtime_env={"env_vars": thread_environment(num_threads)},
                     **self._bundle(rank),
                 )
             )
-        self.rank_facts = await all_or_first_error(
-            *(rank.call("node", timeout_s=PROCESS_TIMEOUT_S) for rank in self._ranks)
-        )
+        self.rank_facts = await self._each("node", timeout_s=PROCESS_TIMEOUT_S)
         self.rank_nodes = [facts["node_id"] for facts in self.rank_facts]
         address, port = await self._ranks[0].call("reserve", timeout_s=PROCESS_TIMEOUT_S)
         size = local_size(self.rank_nodes)
-        await all_or_first_error(
-            *(rank.call("start", address, port, size, timeout_s=START_TIMEOUT_S) for rank in self._ranks)
-        )
+        await self._each("start", address, port, size, timeout_s=START_TIMEOUT_S)
+
+    async def _each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return await all_or_first_error(*(rank.call(method, *args, timeout_s=timeout_s) for rank in self._ranks))
 
     async def watch(self) -> None:
         """Runs while every rank is well. Raises ``GroupError`` as soon as one is not."""
         while True:
-            reports = await all_or_first_error(
-                *(r.call("health", timeout_s=self._config.step_timeout_s) for r in self._ranks)
-            )
+            reports = await self._each("health", timeout_s=self._config.step_timeout_s)
             for rank, report in zip(self._ranks, reports, strict=True):
                 if report["state"] != "ready":
                     raise GroupError(f"{rank.title} is {report['state']}: {report.get('message', 'no reason given')}")
