@@ -8,12 +8,14 @@ from outrider.core.proposal import Proposal, usable_suffix
 from outrider.router.drafts import DraftBook
 from outrider.router.policy import (
     HOLD_FRACTION,
+    Arrival,
     averaged,
     choose_hold,
     expected_tokens,
     give_up_after,
     remaining_eta,
     should_wait,
+    tokens_without_waiting,
 )
 from outrider.router.requests import Request
 
@@ -60,7 +62,8 @@ class Pacer:
                 since, latency_s = predicted
                 eta_s = remaining_eta(now - since, latency_s)
                 if should_wait(eta_s, self.step_s, k, acceptance):
-                    arrivals.append((eta_s, expected_tokens(k, acceptance)))
+                    without = tokens_without_waiting(k, acceptance)
+                    arrivals.append(Arrival(eta_s, expected_tokens(k, acceptance), without))
                     latest.append(since + give_up_after(latency_s))
                     continue
             ready_tokens += 1.0

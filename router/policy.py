@@ -7,11 +7,13 @@ arrives. All times are in seconds.
 Nothing here sees a proposal's tokens: under rejection, whether a proposal is used may depend on past commits, on
 lengths and on time, never on what was drawn (docs/exactness.md).
 
-Why a request does not sit out a step that runs without it: a proposal asked for with ``num_tokens_to_ask`` is still
-useful when it comes one step late. Decoding plainly and using its remainder yields, over two steps, about
-``1 + acceptance * E + (1 - acceptance)`` tokens, sitting out yields ``E``; with ``E = expected_tokens(k, acceptance)``
-the former is larger unless ``E > (2 - acceptance) / (1 - acceptance)``, which ``E <= 1 / (1 - acceptance)`` rules out.
-So waiting can only pay while no step runs, and ``choose_hold`` weighs a delayed start of the next step for all.
+What waiting is weighed against: a proposal asked for with ``num_tokens_to_ask`` is still useful when it comes one step
+late. A request that goes on without it makes one token, and in the step after, if the proposal began with that very
+token, what the rest of it is worth: over two steps ``2 + acceptance * (E - 1)`` tokens with ``E = expected_tokens(k,
+acceptance)``, which is ``tokens_without_waiting`` a step. Hence nobody waits longer than a step, because
+``E / 2 > 1 + acceptance * (E - 1) / 2`` would need ``E > (2 - acceptance) / (1 - acceptance)``, more than E's limit of
+``1 / (1 - acceptance)``; and nobody sits out a step that others run. Waiting can pay while no step runs, and
+``choose_hold`` weighs a delayed start of the next step for all.
 """
 
 from __future__ import annotations
@@ -52,9 +54,14 @@ def expected_tokens(k: int, acceptance: float) -> float:
     return 1.0 + sum(acceptance**i for i in range(1, k + 1))
 
 
+def tokens_without_waiting(k: int, acceptance: float) -> float:
+    """Mean tokens of a step of a request that does not wait for its proposal and uses it one step late."""
+    return 1.0 + acceptance * (expected_tokens(k, acceptance) - 1.0) / 2.0
+
+
 def should_wait(eta_s: float, step_s: float, k: int, acceptance: float) -> bool:
-    """Whether waiting ``eta_s`` for a proposal gives more tokens per second than a plain step now."""
-    return expected_tokens(k, acceptance) * step_s > eta_s + step_s
+    """Whether waiting ``eta_s`` for a proposal gives more tokens per second than a step without it now."""
+    return expected_tokens(k, acceptance) * step_s > tokens_without_waiting(k, acceptance) * (eta_s + step_s)
 
 
 def give_up_after(latency_s: float) -> float:
@@ -67,18 +74,23 @@ def remaining_eta(elapsed_s: float, latency_s: float) -> float:
     return max(latency_s - elapsed_s, 0.1 * latency_s + 0.0002)
 
 
-def choose_hold(ready_tokens: float, arrivals: Sequence[tuple[float, float]], step_s: float, longest_s: float) -> float:
+@dataclass(frozen=True)
+class Arrival:
+    """A proposal that is predicted to come in ``eta_s``, and what the next step makes for its request."""
+
+    eta_s: float
+    tokens_with: float
+    tokens_without: float
+
+
+def choose_hold(ready_tokens: float, arrivals: Sequence[Arrival], step_s: float, longest_s: float) -> float:
     """How long to hold back the next step so that it makes the most tokens per second; 0 means: start now.
 
-    Args:
-        ready_tokens: expected tokens of the requests that wait for nothing.
-        arrivals: for each request that waits for a proposal, its eta and the tokens expected once it is there; without
-            it the request makes one.
-        longest_s: most that the step may be held back.
+    ``ready_tokens`` are expected of the requests that wait for nothing; the hold is at most ``longest_s``.
     """
-    best_hold, best_rate = 0.0, (ready_tokens + len(arrivals)) / step_s
-    for hold in sorted({eta for eta, _ in arrivals if eta <= longest_s}):
-        tokens = ready_tokens + sum(expected if eta <= hold else 1.0 for eta, expected in arrivals)
+    best_hold, best_rate = 0.0, (ready_tokens + sum(arrival.tokens_without for arrival in arrivals)) / step_s
+    for hold in sorted({arrival.eta_s for arrival in arrivals if arrival.eta_s <= longest_s}):
+        tokens = ready_tokens + sum(a.tokens_with if a.eta_s <= hold else a.tokens_without for a in arrivals)
         rate = tokens / (hold + step_s)
         if rate > best_rate:
             best_hold, best_rate = hold, rate

@@ -1,0 +1,161 @@
+"""Drafts that are late, dead or scattered in time, in simulated time: nobody waits for them, and they still help.
+
+A step takes one second. A draft's proposal for a commit comes ``delay`` seconds after it; about four of five proposed
+tokens are right.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+
+import pytest
+
+from outrider.router.scheduler import SchedulerSettings
+
+STEP_S = 1.0
+
+
+class Simulation:
+    """Requests, a target and drafts on a simulated clock."""
+
+    def __init__(self, toy, delays: dict[str, float], num_streams: int = 16, jitter: float = 0.0) -> None:
+        self.toy = toy
+        self.delays = delays
+        self.jitter = jitter
+        info = toy.group_info(num_blocks=2000, block_size=16, max_model_len=1000, max_num_batched_tokens=256)
+        self.world = toy.World(info, SchedulerSettings())
+        self.events: list[tuple[float, int, str, object]] = []
+        self.order = itertools.count()
+        self.drafted_by: dict[str, str] = {}
+        self.counts: dict[str, int] = defaultdict(int)
+        self.num_held = 0
+        self.world.deliver = self._deliver
+        for draft_id in delays:
+            self.world.join(draft_id, max_model_len=1000, max_num_tokens=16)
+        for index in range(num_streams):
+            self.world.add(str(index), [index, 7, 7])
+
+    def _deliver(self) -> None:
+        world = self.world
+        for event in world.scheduler.draft_events():
+            draft = world.drafts[event.draft_id]
+            draft.receive(event)
+            if hasattr(event, "request_id"):
+                self.drafted_by[event.request_id] = event.draft_id
+            text = draft.texts.get(event.session_id)
+            if text is None or not draft.asked[event.session_id]:
+                continue
+            number = next(self.order)
+            wrong = next(i for i in range(99) if self.toy.next_token([*text[-3:], i, 1]) % 5 == 0)
+            proposal = draft.propose(text, draft.asked[event.session_id], wrong_from=wrong)
+            scatter = 1.0 + self.jitter * (self.toy.next_token([number % 250, 3]) / self.toy.vocab_size)
+            at = world.now + self.delays[event.draft_id] * scatter
+            heapq.heappush(self.events, (at, number, "proposal", (event.draft_id, event.session_id, proposal)))
+
+    def run(self, seconds: float) -> Simulation:
+        """Step whenever the scheduler wants to, as a driver would."""
+        world = self.world
+        while world.now < seconds:
+            if world.pending is None:
+                if world.start() is not None:
+                    heapq.heappush(self.events, (world.now + STEP_S, next(self.order), "step", None))
+                else:
+                    self.num_held += 1
+                    wakeup = world.scheduler.next_wakeup(world.now)
+                    assert wakeup is not None
+                    heapq.heappush(self.events, (wakeup, next(self.order), "look", None))
+            at, _, kind, what = heapq.heappop(self.events)
+            world.now = max(world.now, at)
+            if kind == "step":
+                world.finish()
+            elif kind == "proposal":
+                draft_id, session_id, proposal = what
+                self.counts[f"{draft_id}: {world.scheduler.draft_proposed(draft_id, session_id, proposal, at)}"] += 1
+        world.scheduler.check_integrity()
+        return self
+
+    def rates(self, draft_id: str) -> list[float]:
+        """Tokens per second of each stream that the draft serves."""
+        streams = [request_id for request_id, drafted_by in self.drafted_by.items() if drafted_by == draft_id]
+        assert streams
+        return [len(self.world.texts[request_id]) / self.world.now for request_id in streams]
+
+    def acceptance(self, draft_id: str) -> float:
+        snapshot = next(d for d in self.world.scheduler.snapshot().drafts if d.draft_id == draft_id)
+        return snapshot.num_accepted_tokens / max(1, snapshot.num_draft_tokens)
+
+
+@pytest.mark.parametrize("steps_late", [1, 2, 5])
+def test_a_late_draft_still_helps_and_slows_nobody(toy, steps_late: int) -> None:
+    fast = {"a": 0.01, "b": 0.01, "c": 0.01}
+    before = Simulation(toy, {**fast, "d": 0.01}).run(40)
+    after = Simulation(toy, {**fast, "d": steps_late + 0.01}).run(40)
+    plain = 1.0 / STEP_S
+    for draft_id in fast:
+        assert sum(after.rates(draft_id)) >= 0.97 * sum(before.rates(draft_id))
+    assert after.acceptance("d") > 0.0
+    assert min(after.rates("d")) >= 0.95 * plain
+    if steps_late <= 2:
+        assert sum(after.rates("d")) > 1.1 * 4 * plain
+
+
+def test_a_fast_draft_is_waited_for(toy) -> None:
+    """Steps start when the proposals are there: without a hold each would start with none or one of them."""
+    simulation = Simulation(toy, {"a": 0.02}).run(30)
+    assert simulation.num_held > 0
+    assert min(simulation.rates("a")) > 1.8
+    assert simulation.counts["a: None"] > 0.9 * sum(simulation.counts.values())
+
+
+def test_scattered_arrivals_share_a_step(toy) -> None:
+    simulation = Simulation(toy, {"a": 0.05}, jitter=1.0).run(30)
+    assert min(simulation.rates("a")) > 1.6
+
+
+def test_one_stream_waits_for_its_own_draft_as_long_as_that_pays(toy) -> None:
+    plain = 1.0
+    assert Simulation(toy, {"a": 0.5}, num_streams=1).run(50).rates("a")[0] > 1.2 * plain
+    assert Simulation(toy, {"a": 3.0}, num_streams=1).run(50).rates("a")[0] >= 0.95 * plain
+
+
+def test_a_draft_that_falls_silent_costs_a_bounded_wait(toy) -> None:
+    simulation = Simulation(toy, {"a": 0.1}, num_streams=4).run(30)
+    simulation.delays["a"] = 1e9
+    tokens, started = sum(map(len, simulation.world.texts.values())), simulation.world.now
+    simulation.run(60)
+    gained = sum(map(len, simulation.world.texts.values())) - tokens
+    # Plain decoding, less one wait of at most twice the predicted time and the step that was running.
+    assert gained >= 4 * (simulation.world.now - started - 2)
+
+
+def test_a_draft_that_becomes_slow_is_learned(toy) -> None:
+    simulation = Simulation(toy, {"a": 0.1}, num_streams=4).run(30)
+    simulation.delays["a"] = 4.0
+    tokens, started = sum(map(len, simulation.world.texts.values())), simulation.world.now
+    simulation.run(70)
+    assert sum(map(len, simulation.world.texts.values())) - tokens >= 4 * 0.95 * (simulation.world.now - started - 2)
+
+
+def test_a_dead_draft_is_replaced_by_another(toy) -> None:
+    world = toy.World()
+    world.join("a")
+    world.add("r", [1, 2], max_tokens=20)
+    world.step()
+    assert len(world.drafts["a"].texts) == 1
+    world.leave("a")
+    other = world.join("b")
+    assert list(other.texts.values()) == [[1, 2, *world.texts["r"]]]
+    world.run_to_end()
+    world.check_ends()
+
+
+def test_sessions_spread_over_drafts(toy) -> None:
+    world = toy.World()
+    for draft_id in "abc":
+        world.join(draft_id)
+    for request_id in range(7):
+        world.add(str(request_id), [1], max_tokens=30)
+    world.step()
+    assert sorted(len(draft.texts) for draft in world.drafts.values()) == [2, 2, 3]
