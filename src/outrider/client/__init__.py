@@ -1,0 +1,55 @@
+"""Talk to an Outrider cluster from Python.
+
+::
+
+    from outrider.client import Client
+
+    with Client("127.0.0.1:7070") as client:
+        print(client.generate("def fib(n):", max_tokens=64).text)
+
+        with client.stream("def fib(n):", max_tokens=64) as stream:
+            for text in stream:
+                print(text, end="", flush=True)
+        print(stream.completion.to_dict())
+
+``AsyncClient`` is the same with ``await``. Every call has a deadline. What goes wrong is raised as one of the
+exceptions of ``outrider.core.errors``, which are named here too. The client needs grpcio and protobuf, and nothing of a
+server.
+"""
+
+from outrider.client._async import AsyncClient, AsyncStream
+from outrider.client._completion import Completion, Delta, Speculation, Timing, Usage
+from outrider.client._request import Message, Prompt
+from outrider.client._sync import Client, Stream
+from outrider.core.errors import (
+    Conflict,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Completion",
+    "Conflict",
+    "DeadlineExceeded",
+    "Delta",
+    "GenerationFailed",
+    "InvalidRequest",
+    "Message",
+    "NotFound",
+    "OutriderError",
+    "Overloaded",
+    "Prompt",
+    "Speculation",
+    "Stream",
+    "Timing",
+    "Unavailable",
+    "Usage",
+]

@@ -1,0 +1,193 @@
+"""The client itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Unpack
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+
+from outrider.client._completion import Completion, Delta, completion_from, timing_from
+from outrider.client._request import Options, Prompt, build_request, verifier_number
+from outrider.core.errors import OutriderError, Unavailable
+from outrider.core.errors_wire import error_from_rpc
+from outrider.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
+
+
+class AsyncClient:
+    """A connection to a router. Use it within one event loop, and close it: ``async with`` or ``aclose``."""
+
+    def __init__(self, address: str, *, timeout: float = 600.0) -> None:
+        """``address`` is ``host:port`` of a router; ``timeout``, in seconds, holds where a call names none."""
+        self.address = address
+        self.timeout = timeout
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connection; requests that still run are cancelled."""
+        await self._channel.close(None)
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """The whole answer to a prompt. ``options`` are those of ``stream``."""
+        async with self.stream(prompt, **options) as stream:
+            async for _ in stream:
+                pass
+        return stream.completion
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+        """The answer as it comes; leaving it early cancels the request.
+
+        ``prompt`` is a text, a list of token ids, or a chat (a list of ``{"role": ..., "content": ...}``).
+        ``options``: max_tokens, temperature, top_k, top_p, seed, verifier, stop, stop_token_ids,
+        num_speculative_tokens, request_id, timeout; each may be left out.
+        """
+        request = build_request(prompt, **options)
+        timeout = options.get("timeout")
+        return AsyncStream(self._generation, request, self.timeout if timeout is None else timeout, self.address)
+
+    async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
+        """End a request. False if no such request runs."""
+        request = generation_pb2.GenerationServiceAbortRequest(request_id=request_id)
+        return bool((await self._call(self._generation.Abort, request, timeout)).found)
+
+    async def status(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """What the router knows: groups, ranks, drafts, queue, cache use (the fields of ``StatusResponse``)."""
+        return _to_dict(await self._call(self._admin.Status, admin_pb2.StatusRequest(), timeout))
+
+    async def get_settings(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """The live settings of the cluster: num_speculative_tokens and verifier."""
+        response = await self._call(self._admin.GetSettings, admin_pb2.GetSettingsRequest(), timeout)
+        return _settings_to_dict(response.settings)
+
+    async def update_settings(
+        self, *, num_speculative_tokens: int | None = None, verifier: str | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Change live settings for requests that come from now on, on every router; returns all of them."""
+        settings = admin_pb2.LiveSettings()
+        if num_speculative_tokens is not None:
+            settings.num_speculative_tokens = num_speculative_tokens
+        if verifier is not None:
+            settings.verifier = verifier_number("settings.verifier", verifier)  # type: ignore[assignment]
+        request = admin_pb2.UpdateSettingsRequest(settings=settings)
+        return _settings_to_dict((await self._call(self._admin.UpdateSettings, request, timeout)).settings)
+
+    async def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
+        try:
+            return await method(request, timeout=self.timeout if timeout is None else timeout)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, address=self.address) from error
+
+
+class AsyncStream:
+    """One answer as it comes. Iterate over it for text, or over ``events`` for text and tokens; not over both.
+
+    Attributes:
+        request_id: known from the first piece on.
+    """
+
+    def __init__(self, stub: Any, request: generation_pb2.GenerateRequest, timeout: float, address: str) -> None:
+        self.request_id = request.request_id
+        self._address = address
+        self._begun = time.perf_counter()
+        self._call: Any = stub.Generate(request, timeout=timeout)
+        self._started: generation_pb2.Started | None = None
+        self._deltas: list[Delta] = []
+        self._arrivals: list[float] = []
+        self._completion: Completion | None = None
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel the request if it still runs."""
+        self._call.cancel()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once the stream has ended. Raises ``OutriderError`` before."""
+        if self._completion is None:
+            raise OutriderError("the stream has not ended; iterate over it to its end first")
+        return self._completion
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        async for delta in self.events():
+            if delta.text:
+                yield delta.text
+
+    async def events(self) -> AsyncIterator[Delta]:
+        """Pieces of text with their tokens. Raises the exceptions of ``outrider.core.errors``."""
+        try:
+            async for response in self._call:
+                now = time.perf_counter()
+                self.request_id = response.request_id
+                match response.WhichOneof("event"):
+                    case "started":
+                        self._started = response.started
+                    case "delta":
+                        delta = Delta(response.delta.text, tuple(response.delta.token_ids))
+                        self._deltas.append(delta)
+                        if delta.token_ids:
+                            self._arrivals.append(now)
+                        yield delta
+                    case "finished":
+                        self._finish(response.finished, now)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, address=self._address) from error
+        if self._completion is None:
+            raise Unavailable(f"{self._address} ended the stream before the answer did")
+
+    def _finish(self, finished: generation_pb2.Finished, now: float) -> None:
+        started = self._started or generation_pb2.Started()
+        timing = timing_from(self._begun, self._arrivals, now)
+        self._completion = completion_from(self.request_id, started, finished, self._deltas, timing)
+
+
+def _to_dict(message: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    _whole_numbers(message, answer)
+    if "settings" in answer:
+        answer["settings"] = _settings_to_dict(message.settings)
+    return answer
+
+
+def _whole_numbers(message: Any, answer: dict[str, Any]) -> None:
+    """JSON of protobuf writes 64-bit numbers as strings; Python's has no need to."""
+    for field, value in answer.items():
+        if isinstance(value, str):
+            number = getattr(message, field)
+            answer[field] = number if isinstance(number, int) else value
+        elif isinstance(value, list):
+            for item, part in zip(getattr(message, field), value, strict=True):
+                if isinstance(part, dict):
+                    _whole_numbers(item, part)
+
+
+def _settings_to_dict(settings: admin_pb2.LiveSettings) -> dict[str, Any]:
+    from outrider.core.sampling import Verifier
+
+    return {
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "verifier": Verifier(settings.verifier).label if settings.verifier else None,
+    }
