@@ -69,7 +69,8 @@ def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:
         total = float(row.probs.sum(dtype=np.float64))
         if not math.isfinite(total) or abs(total - 1.0) > ROW_SUM_TOLERANCE or float(row.probs.min()) <= 0.0:
             return "a row that is not a distribution"
-        if int(row.token_ids.max()) >= vocab_size or len(np.unique(row.token_ids)) != len(row.token_ids):
+        low, high = int(row.token_ids.min()), int(row.token_ids.max())
+        if low < 0 or high >= vocab_size or len(np.unique(row.token_ids)) != len(row.token_ids):
             return "a row with a token twice or outside the vocabulary"
         if token not in row.token_ids:
             return "a token that its own row gives no probability"
