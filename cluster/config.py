@@ -141,7 +141,8 @@ def parse_config(text: str, *, base: Path, source: str = "settings") -> ClusterC
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a mapping with at least the section 'target'")
     data = _expand(data, source)
-    for section in [data.get("target"), *(data.get("drafts") or [])]:
+    drafts = data.get("drafts")
+    for section in [data.get("target"), *(drafts if isinstance(drafts, list) else [])]:
         if isinstance(section, dict) and isinstance(section.get("model"), str):
             section["model"] = str((base / section["model"]).resolve())
     try:
