@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outrider.core.proposal import Proposal, usable_suffix
-from outrider.router.drafts import DraftBook
+from outrider.router.draft_book import DraftBook
 from outrider.router.policy import (
     HOLD_FRACTION,
     Arrival,

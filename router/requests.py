@@ -15,7 +15,7 @@ from outrider.core.proposal import Proposal
 from outrider.core.sampling import Sampling, Verifier
 
 if TYPE_CHECKING:
-    from outrider.router.drafts import DraftSession
+    from outrider.router.draft_book import DraftSession
     from outrider.router.policy import Throttle
 
 
@@ -183,6 +183,10 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(self.new.prompt_tokens)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self.new.eos_token_ids | self.new.stop_token_ids
 
     @property
     def num_missing(self) -> int:

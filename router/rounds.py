@@ -9,7 +9,7 @@ from outrider.core.plan import SequencePlan, SequenceResult
 from outrider.core.prefix import HashedTokens
 from outrider.core.proposal import Proposal, proposal_fault, usable_suffix
 from outrider.core.sampling import Verifier
-from outrider.router.requests import Cutter, FinishReason, Request, SpeculationStats
+from outrider.router.requests import Cutter, Finished, FinishReason, Request, SpeculationStats
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ def result_fault(plan: SequencePlan, result: SequenceResult, vocab_size: int) ->
     return None
 
 
+def num_verified(proposal: Proposal, num_committed: int, num_kept: int) -> int:
+    """Proposed tokens that count as verified: all, or where the text ends inside the block those up to its end."""
+    return len(proposal.tokens) if num_kept == num_committed else num_kept
+
+
 def counted(
     stats: SpeculationStats, proposal: Proposal | None, num_accepted: int, num_committed: int, num_kept: int
 ) -> SpeculationStats:
@@ -87,7 +92,7 @@ def counted(
     if proposal is None:
         return stats
     accepted = min(num_accepted, num_kept)
-    verified = len(proposal.tokens) if num_kept == num_committed else accepted
+    verified = num_verified(proposal, num_committed, num_kept)
     histogram = list(stats.acceptance_histogram)
     histogram.extend([0] * (accepted + 1 - len(histogram)))
     histogram[accepted] += 1
@@ -102,5 +107,21 @@ def counted(
     )
 
 
-def end_tokens(request: Request) -> frozenset[int]:
-    return request.new.eos_token_ids | request.new.stop_token_ids
+def finished(
+    request: Request, reason: FinishReason, row_invariant: bool, ending: Cut | None = None, error_message: str = ""
+) -> Finished:
+    """The end of a request; ``ending`` says what ended its text, where its text ended by itself.
+
+    Text under rejection depends on what was proposed, and text of kernels that are not row-invariant on what ran beside
+    it; neither is reproducible.
+    """
+    return Finished(
+        reason=reason,
+        prompt_tokens=request.prompt_len,
+        completion_tokens=len(request.text) - request.prompt_len,
+        speculation=request.stats,
+        matched_stop=ending.matched_stop if ending is not None else None,
+        stop_token=ending.stop_token if ending is not None else None,
+        error_message=error_message,
+        reproducible=row_invariant and request.new.sampling.verifier is not Verifier.REJECTION,
+    )

@@ -19,24 +19,23 @@ from outrider.core.errors import Conflict, Overloaded
 from outrider.core.plan import GroupInfo, StepPlan, StepResult
 from outrider.core.prefix import HashedTokens
 from outrider.core.proposal import Proposal
-from outrider.core.sampling import Verifier
 from outrider.router.batch import Batcher, Rows
 from outrider.router.checks import check_result, end_length
-from outrider.router.drafts import DraftBook, DraftEvent, DraftFacts, EvictionReason
+from outrider.router.draft_book import DraftBook
+from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
 from outrider.router.pacing import Pacer, usable
 from outrider.router.policy import Throttle, after_plain_round, after_round
 from outrider.router.requests import (
     Committed,
     Cutter,
-    Finished,
     FinishReason,
     NewRequest,
     NoStops,
     Request,
     SpeculationStats,
 )
-from outrider.router.rounds import Cut, counted, cut, end_tokens, refusal
-from outrider.router.snapshots import DraftSnapshot, SchedulerSnapshot
+from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
+from outrider.router.snapshots import SchedulerSnapshot
 
 
 def no_stops(request: NewRequest) -> Cutter:
@@ -264,17 +263,7 @@ class Scheduler:
             num_blocks=self._batcher.pool.num_blocks,
             num_free_blocks=self._batcher.pool.num_free,
             num_preemptions=self._batcher.num_preemptions,
-            drafts=tuple(
-                DraftSnapshot(
-                    draft_id=draft.facts.draft_id,
-                    drafter=draft.facts.drafter,
-                    num_sessions=len(draft.sessions),
-                    proposal_ms=1000.0 * (draft.latency_s or 0.0),
-                    num_draft_tokens=draft.num_draft_tokens,
-                    num_accepted_tokens=draft.num_accepted_tokens,
-                )
-                for draft in self._drafts.drafts.values()
-            ),
+            drafts=self._drafts.snapshots(),
         )
 
     def check_integrity(self) -> None:
@@ -297,7 +286,7 @@ class Scheduler:
         """Make a round's tokens permanent, up to where the text ends."""
         request, proposal = part.request, part.proposal
         position = len(request.text)
-        ending = cut(tokens, request.end_len - position, end_tokens(request), request.cutter)
+        ending = cut(tokens, request.end_len - position, request.end_tokens, request.cutter)
         kept = tokens[: ending.num_kept]
         accepted = min(num_accepted, len(kept))
         request.stats = counted(request.stats, proposal, num_accepted, len(tokens), len(kept))
@@ -305,7 +294,7 @@ class Scheduler:
             request.throttle = after_plain_round(request.throttle)
         else:
             request.throttle = after_round(request.throttle, len(proposal.tokens), num_accepted)
-            self._count_draft(part, accepted, len(tokens), len(kept))
+            self._drafts.count(part.draft_id, num_verified(proposal, len(tokens), len(kept)), accepted)
         request.text.extend(kept)
         proposal_id = proposal.proposal_id if proposal is not None else 0
         if ending.reason is not None:
@@ -322,12 +311,6 @@ class Scheduler:
             proposal_id=proposal_id,
             num_accepted=accepted,
         )
-
-    def _count_draft(self, part: Rows, accepted: int, num_committed: int, num_kept: int) -> None:
-        draft = self._drafts.drafts.get(part.draft_id)
-        if draft is not None:
-            draft.num_draft_tokens += part.plan.num_proposal_tokens if num_kept == num_committed else accepted
-            draft.num_accepted_tokens += accepted
 
     def _end(
         self,
@@ -346,17 +329,7 @@ class Scheduler:
         request.ended = True
         if not self._is_in_flight(request):
             self._batcher.release(request)
-        verifier = request.new.sampling.verifier
-        finish = Finished(
-            reason=reason,
-            prompt_tokens=request.prompt_len,
-            completion_tokens=len(request.text) - request.prompt_len,
-            speculation=request.stats,
-            matched_stop=ending.matched_stop if ending is not None else None,
-            stop_token=ending.stop_token if ending is not None else None,
-            error_message=error_message,
-            reproducible=self.info.row_invariant and verifier is not Verifier.REJECTION,
-        )
+        finish = finished(request, reason, self.info.row_invariant, ending, error_message)
         return Committed(
             request.new.request_id,
             request.new.generation,

@@ -1,0 +1,248 @@
+"""Who drafts for whom: draft workers that are connected, their sessions, and what is to be sent to them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outrider.router.drafts import DraftClose, DraftCommit, DraftEvent, DraftFacts, DraftOpen, EvictionReason
+from outrider.router.policy import averaged, give_up_after, num_tokens_to_ask
+from outrider.router.requests import Request
+from outrider.router.snapshots import DraftSnapshot
+
+FIRST_RETRY_S = 0.25  # after a draft dropped a session; doubles with each further loss
+LONGEST_RETRY_S = 16.0
+MAX_TOLD = 64  # unanswered commits whose time is remembered
+
+
+class SessionState(enum.Enum):
+    """A request without a session has none yet, lost it, or found no draft that can serve it."""
+
+    OPENING = "opening"  # the draft catches up with the text; when it will propose is not predicted
+    DRAFTING = "drafting"
+
+
+@dataclass(eq=False)
+class DraftSession:
+    """One request's state in one draft worker, as far as the scheduler knows it.
+
+    Attributes:
+        told: for each length of the text that the draft was told and may still answer, the time of telling.
+        expected_since: when the draft was last asked for tokens that have not come, or None.
+        latency_s: averaged time from a commit to its proposal.
+        lag_tokens: averaged number of tokens committed between a proposal's base and its first possible use.
+        is_prompt: whether its last proposal was not overdue; only then is it waited for.
+        unmeasured_base: base of a proposal that came during a step, whose lag is known once the step is over.
+    """
+
+    session_id: int
+    draft_id: str
+    request: Request
+    state: SessionState = SessionState.OPENING
+    told: dict[int, float] = field(default_factory=dict)
+    expected_since: float | None = None
+    latency_s: float | None = None
+    lag_tokens: float = 0.0
+    is_prompt: bool = True
+    unmeasured_base: int | None = None
+
+
+@dataclass(eq=False)
+class Draft:
+    """A connected draft worker."""
+
+    facts: DraftFacts
+    sessions: dict[int, DraftSession] = field(default_factory=dict)
+    latency_s: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class DraftBook:
+    """Drafts, their sessions, and the messages that wait to be sent to them.
+
+    The methods change ``request.session`` and what hangs on it, and nothing else of a request but the bookkeeping of
+    lost sessions.
+    """
+
+    def __init__(self) -> None:
+        self.drafts: dict[str, Draft] = {}
+        self._outbox: list[DraftEvent] = []
+        self._next_session_id = 1
+
+    def snapshots(self) -> tuple[DraftSnapshot, ...]:
+        return tuple(
+            DraftSnapshot(
+                draft_id=draft.facts.draft_id,
+                drafter=draft.facts.drafter,
+                num_sessions=len(draft.sessions),
+                proposal_ms=1000.0 * (draft.latency_s or 0.0),
+                num_draft_tokens=draft.num_draft_tokens,
+                num_accepted_tokens=draft.num_accepted_tokens,
+            )
+            for draft in self.drafts.values()
+        )
+
+    def count(self, draft_id: str, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count a round that verified a draft's proposal."""
+        draft = self.drafts.get(draft_id)
+        if draft is not None:
+            draft.num_draft_tokens += num_draft_tokens
+            draft.num_accepted_tokens += num_accepted
+
+    def take_events(self) -> list[DraftEvent]:
+        events, self._outbox = self._outbox, []
+        return events
+
+    def join(self, facts: DraftFacts, now: float) -> None:
+        self.leave(facts.draft_id, now)
+        self.drafts[facts.draft_id] = Draft(facts)
+
+    def leave(self, draft_id: str, now: float) -> None:
+        draft = self.drafts.pop(draft_id, None)
+        if draft is None:
+            return
+        for session in draft.sessions.values():
+            session.request.session = None
+            session.request.draft_retry_at = now
+        self._outbox = [event for event in self._outbox if event.draft_id != draft_id]
+
+    def find(self, draft_id: str, session_id: int) -> DraftSession | None:
+        draft = self.drafts.get(draft_id)
+        return draft.sessions.get(session_id) if draft is not None else None
+
+    def assign(self, requests: Iterable[Request], now: float) -> None:
+        """Open a session for each request that wants one and has none, with the draft that has the fewest."""
+        for request in requests:
+            if request.session is not None or request.num_useful_proposals == 0 or now < request.draft_retry_at:
+                continue
+            able = [
+                draft
+                for draft in self.drafts.values()
+                if draft.facts.draft_id not in request.excluded_drafts and draft.facts.max_model_len > len(request.text)
+            ]
+            if able:
+                self._open(request, min(able, key=lambda draft: len(draft.sessions)), now)
+
+    def _open(self, request: Request, draft: Draft, now: float) -> None:
+        session = DraftSession(self._next_session_id, draft.facts.draft_id, request, latency_s=draft.latency_s)
+        self._next_session_id += 1
+        draft.sessions[session.session_id] = session
+        request.session = session
+        self._outbox.append(
+            DraftOpen(
+                draft_id=session.draft_id,
+                session_id=session.session_id,
+                request_id=request.new.request_id,
+                generation=request.new.generation,
+                tokens=tuple(request.text.tokens),
+                prefix_hash=request.text.hashes[-1],
+                sampling=request.new.sampling,
+                num_tokens=self._num_tokens(session, draft.facts),
+            )
+        )
+
+    def commit(self, request: Request, base_len: int, proposal_id: int, num_accepted: int, now: float) -> None:
+        """Tell the request's draft, if any, that the text continues from ``base_len`` as it now does."""
+        session = request.session
+        if session is None:
+            return
+        facts = self.drafts[session.draft_id].facts
+        if len(request.text) >= facts.max_model_len:
+            self.close(request)
+            request.excluded_drafts.add(session.draft_id)
+            return
+        if session.unmeasured_base is not None:
+            _measure_lag(session, session.unmeasured_base)
+            session.unmeasured_base = None
+        num_tokens = self._num_tokens(session, facts)
+        session.expected_since = now if num_tokens else None
+        if num_tokens:
+            session.told[len(request.text)] = now
+            if len(session.told) > MAX_TOLD:
+                del session.told[next(iter(session.told))]
+        self._outbox.append(
+            DraftCommit(
+                draft_id=session.draft_id,
+                session_id=session.session_id,
+                generation=request.new.generation,
+                base_len=base_len,
+                tokens=tuple(request.text.tokens[base_len:]),
+                proposal_id=proposal_id,
+                num_accepted=num_accepted,
+                hash=request.text.hashes[-1],
+                num_tokens=num_tokens,
+            )
+        )
+
+    def close(self, request: Request) -> None:
+        session = request.session
+        if session is None:
+            return
+        request.session = None
+        del self.drafts[session.draft_id].sessions[session.session_id]
+        self._outbox.append(DraftClose(session.draft_id, session.session_id, request.new.generation))
+
+    def evicted(self, session: DraftSession, reason: EvictionReason, now: float) -> None:
+        """The draft dropped the session; another may be opened after a while, but not where the text does not fit."""
+        request = session.request
+        request.session = None
+        del self.drafts[session.draft_id].sessions[session.session_id]
+        if reason is EvictionReason.CONTEXT_FULL:
+            request.excluded_drafts.add(session.draft_id)
+            return
+        request.draft_retry_at = now + min(FIRST_RETRY_S * 2**request.num_lost_sessions, LONGEST_RETRY_S)
+        request.num_lost_sessions += 1
+
+    def arrived(self, session: DraftSession, base_len: int, in_flight: bool, now: float) -> None:
+        """Learn from the arrival of a proposal how long the draft takes and how late it comes."""
+        told_at = session.told.get(base_len)
+        session.told = {length: at for length, at in session.told.items() if length > base_len}
+        if session.state is SessionState.OPENING:  # it had a prefix to catch up with: not what to expect from now on
+            session.state = SessionState.DRAFTING
+        elif told_at is not None:
+            draft, latency_s = self.drafts[session.draft_id], now - told_at
+            # A prediction that was far too low is replaced, so that the next round does not wait in vain again.
+            too_low = session.latency_s is not None and latency_s >= give_up_after(session.latency_s)
+            session.latency_s = latency_s if too_low else averaged(session.latency_s, latency_s)
+            draft.latency_s = averaged(draft.latency_s, latency_s)
+        if not session.told:
+            session.expected_since = None
+        session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)
+        if in_flight:
+            session.unmeasured_base = base_len
+        else:
+            _measure_lag(session, base_len)
+
+    def note_overdue(self, session: DraftSession, now: float) -> None:
+        """Stop waiting for a session whose proposal should have come, until one comes again."""
+        if session.is_prompt and self._is_overdue(session, now):
+            session.is_prompt = False
+
+    def predicted(self, session: DraftSession) -> tuple[float, float] | None:
+        """Since when and for how long a proposal of this session is predicted to take; None: do not wait for it."""
+        if session.state is not SessionState.DRAFTING or not session.is_prompt:
+            return None
+        if session.expected_since is None or session.latency_s is None:
+            return None
+        return session.expected_since, session.latency_s
+
+    def _is_overdue(self, session: DraftSession, now: float) -> bool:
+        if session.expected_since is None or session.latency_s is None:
+            return False
+        return now - session.expected_since >= give_up_after(session.latency_s)
+
+    @staticmethod
+    def _num_tokens(session: DraftSession, facts: DraftFacts) -> int:
+        request = session.request
+        if not request.throttle.is_on:
+            return 0
+        wanted = num_tokens_to_ask(request.num_speculative_tokens, session.lag_tokens, facts.max_num_tokens)
+        length = len(request.text)
+        return max(0, min(wanted, request.end_len - length - 1, facts.max_model_len - length))
+
+
+def _measure_lag(session: DraftSession, base_len: int) -> None:
+    lag = max(0, len(session.request.text) - base_len)
+    session.lag_tokens = averaged(session.lag_tokens, lag) if lag < session.lag_tokens else float(lag)
