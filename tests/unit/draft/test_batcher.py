@@ -134,7 +134,7 @@ def test_random_rounds_of_many_sessions(make_harness: Make, expect: Expect, seed
                 base = len(text)
                 text.extend(expect(text, right))
                 if rng.random() < 0.7:
-                    text.append(rng.randrange(7))
+                    text.extend(rng.randrange(7) for _ in range(rng.choice([1, 1, 3])))
                     rejected += 1
                 harness.commit(address, text, base, num_tokens=rng.randint(1, 8))
         for _ in range(rng.randint(0, 6)):
@@ -260,6 +260,9 @@ def test_stale_messages_change_nothing(make_harness: Make, expect: Expect) -> No
     harness.close(old)
     proposal = only_proposal(harness.settle())
     assert (proposal.base_len, proposal.tokens) == (2, expect([4, 5], 4))
+    early = Address(1, 1, 1, 3)  # of a generation whose Open has not been seen
+    harness.commit(early, [4, 5, 1], 2)
+    assert harness.settle() == []
     newest = harness.open([6], generation=1, epoch=2)  # a group rebuilt counts generations anew
     harness.close(new)
     assert only_proposal(harness.settle()).tokens == expect([6], 4)
@@ -316,6 +319,19 @@ def test_blocks_run_out(make_harness: Make, expect: Expect) -> None:
     harness.close(first)
     harness.open([2] * 8, session_id=2, num_tokens=2)
     assert only_proposal(harness.settle()).tokens == expect([2] * 8, 2)
+
+
+def test_a_rollback_gives_blocks_back(make_harness: Make) -> None:
+    harness = make_harness(num_blocks=20, block_size=4)
+    address = harness.open([1] * 30, num_tokens=8)
+    harness.settle()
+    assert harness.batcher.pool.num_free == 10
+    harness.commit(address, [1] * 30 + [6], 30, num_tokens=0)
+    harness.settle()
+    assert harness.batcher.pool.num_free == 12
+    harness.commit(address, [1] * 5, 5, num_tokens=0)
+    harness.settle()
+    assert harness.batcher.pool.num_free == 18
 
 
 def test_a_session_that_cannot_fit_takes_nobody_down(make_harness: Make) -> None:
