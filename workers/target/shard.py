@@ -37,7 +37,9 @@ START_DEADLINE_S = 600.0
 class TargetShard:
     """Rank ``rank`` of the group ``group_id``. Cheap to make; ``start`` does the work."""
 
+    # What tests replace to plant faults.
     table_class = SequenceTable
+    step_class = RankStep
 
     def __init__(
         self, config: TargetConfig, *, cluster: str, group_id: str, rank: int, epoch: int, redis_url: str | None
@@ -95,12 +97,12 @@ class TargetShard:
                 master_port=master_port,
                 node_ip=node["ip"],
                 device=_device(config),
-                timeout_s=max(config.step_timeout_s, 120.0),
+                timeout_s=max(config.step_timeout_s, 300.0),
             )
         self._parallel = parallel
         self._engine = engine = Engine(config, parallel)
         facts = agree(engine, parallel)
-        self._step = RankStep(engine, parallel, self.table_class(facts.limits))
+        self._step = self.step_class(engine, parallel, self.table_class(facts.limits))
         ranks = [{"rank": 0, **{key: node[key] for key in ("node_id", "hostname", "pid")}}]
         if world_size > 1:
             self._liveness = Liveness(self._rank, world_size, self._lost, self._left)
