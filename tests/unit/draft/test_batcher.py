@@ -198,6 +198,25 @@ def test_more_drafting_sessions_than_rows(make_harness: Make, expect: Expect) ->
     )
 
 
+def test_every_session_gets_its_turn(make_harness: Make) -> None:
+    """Five sessions whose commits come at once, and a prompt of 30 tokens, on two rows a step."""
+    harness = make_harness(max_num_batched_tokens=2, num_blocks=400, max_num_tokens=4, max_model_len=400)
+    texts = {harness.open([session_id], session_id=session_id, num_tokens=2): [session_id] for session_id in range(5)}
+    long = harness.open([1] * 30, session_id=99, num_tokens=2)
+    answers = dict.fromkeys([*texts, long], 0)
+    for _ in range(120):
+        harness.batcher.step()
+        for event in harness.take():
+            answers[event.address] += 1
+            if event.address != long:
+                text = texts[event.address]
+                text.append(6)
+                harness.commit(event.address, text, len(text) - 1, num_tokens=2)
+    assert answers.pop(long) == 1
+    assert max(answers.values()) - min(answers.values()) <= 3
+    assert min(answers.values()) >= 10
+
+
 def test_need_tokens_and_its_answer(make_harness: Make, expect: Expect) -> None:
     harness = make_harness()
     address = harness.open([1, 2, 3])
@@ -321,6 +340,16 @@ def test_blocks_run_out(make_harness: Make, expect: Expect) -> None:
     assert only_proposal(harness.settle()).tokens == expect([2] * 8, 2)
 
 
+def test_of_several_younger_sessions_the_youngest_gives_way(make_harness: Make) -> None:
+    harness = make_harness(num_blocks=6, block_size=4, max_num_tokens=4)
+    sessions = [harness.open([session_id] * 6, session_id=session_id, num_tokens=1) for session_id in (1, 2, 3)]
+    assert len(harness.settle()) == 3
+    harness.commit(sessions[0], [1] * 9, 6, num_tokens=1)
+    events = harness.settle()
+    assert (events[0].address, events[0].body) == (sessions[2], EvictionReason.NO_MEMORY)
+    assert sessions[1].key in harness.batcher.sessions
+
+
 def test_a_rollback_gives_blocks_back(make_harness: Make) -> None:
     harness = make_harness(num_blocks=20, block_size=4)
     address = harness.open([1] * 30, num_tokens=8)
@@ -363,6 +392,17 @@ def test_invalid_rows_cut_the_proposal(make_harness: Make, expect: Expect) -> No
     harness.commit(address, text, 5)
     assert only_proposal(harness.settle()).tokens == expect(text, 4)
     harness.check_caches()
+
+
+def test_invalid_rows_now_and_then_do_not_end_a_session(make_harness: Make, expect: Expect) -> None:
+    harness = make_harness()
+    text = [1, 2, 3]
+    address = harness.open(text)
+    for number in range(12):
+        harness.drafter.invalid_positions = set(range(100)) if number % 3 else set()
+        text.append((expect(text, 1)[0] + 1) % 7)  # not what was drafted: no head start
+        harness.commit(address, text, len(text) - 1)
+        assert len(harness.settle()) == (number % 3 == 0)
 
 
 def test_rows_that_stay_invalid_end_the_session(make_harness: Make, expect: Expect) -> None:

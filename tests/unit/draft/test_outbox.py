@@ -36,6 +36,14 @@ async def test_other_answers_all_wait_in_order() -> None:
     assert await drain(outbox) == [need, proposed(2, 2), evicted, proposed(1, 3)]
 
 
+async def test_an_eviction_takes_the_waiting_proposal_along() -> None:
+    outbox = Outbox()
+    evicted = Event(Address(1, 1, 1, 1), EvictionReason.NO_MEMORY)
+    for event in (proposed(1, 1), proposed(2, 2), evicted):
+        outbox.put(event)
+    assert await drain(outbox) == [proposed(2, 2), evicted]
+
+
 async def test_a_proposal_that_was_taken_is_not_replaced() -> None:
     outbox = Outbox()
     outbox.put(proposed(1, 1))
