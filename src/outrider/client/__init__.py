@@ -22,6 +22,7 @@ from outrider.client._completion import Completion, Delta, Speculation, Timing, 
 from outrider.client._request import Message, Prompt
 from outrider.client._sync import Client, Stream
 from outrider.core.errors import (
+    ConfigError,
     Conflict,
     DeadlineExceeded,
     GenerationFailed,
@@ -37,6 +38,7 @@ __all__ = [
     "AsyncStream",
     "Client",
     "Completion",
+    "ConfigError",
     "Conflict",
     "DeadlineExceeded",
     "Delta",

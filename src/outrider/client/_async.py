@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -12,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from outrider.client._completion import Completion, Delta, completion_from, timing_from
 from outrider.client._request import Options, Prompt, build_request, verifier_number
-from outrider.core.errors import OutriderError, Unavailable
+from outrider.core.errors import ConfigError, OutriderError, Unavailable
 from outrider.core.errors_wire import error_from_rpc
 from outrider.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -22,11 +23,16 @@ CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_sen
 class AsyncClient:
     """A connection to a router. Use it within one event loop, and close it: ``async with`` or ``aclose``."""
 
-    def __init__(self, address: str, *, timeout: float = 600.0) -> None:
-        """``address`` is ``host:port`` of a router; ``timeout``, in seconds, holds where a call names none."""
-        self.address = address
+    def __init__(self, address: str | None = None, *, timeout: float = 600.0) -> None:
+        """``address`` is ``host:port`` of a router; without one the environment variable OUTRIDER_ADDRESS names it.
+
+        ``timeout``, in seconds, holds where a call names none. Raises ``ConfigError`` where no address is named.
+        """
+        self.address = address or os.environ.get("OUTRIDER_ADDRESS", "")
+        if not self.address:
+            raise ConfigError("no router is named: give host:port, or set OUTRIDER_ADDRESS")
         self.timeout = timeout
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
 

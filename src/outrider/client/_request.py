@@ -1,4 +1,4 @@
-"""From Python values to a request. What a field cannot hold is refused here, by its name; the server checks the rest."""
+"""From Python values to a request. What a field cannot hold is refused here, by its name; the server does the rest."""
 
 from __future__ import annotations
 

@@ -17,8 +17,11 @@ T = TypeVar("T")
 class Client:
     """A connection to a router, for one thread at a time. Within asynchronous code use ``AsyncClient``."""
 
-    def __init__(self, address: str, *, timeout: float = 600.0) -> None:
-        """``address`` is ``host:port`` of a router; ``timeout``, in seconds, holds where a call names none."""
+    def __init__(self, address: str | None = None, *, timeout: float = 600.0) -> None:
+        """``address`` is ``host:port`` of a router; without one the environment variable OUTRIDER_ADDRESS names it.
+
+        ``timeout``, in seconds, holds where a call names none. Raises ``ConfigError`` where no address is named.
+        """
         self._runner = asyncio.Runner()
         self._client = self._runner.run(_made(address, timeout))
 
@@ -112,7 +115,7 @@ class Stream:
             yield delta
 
 
-async def _made(address: str, timeout: float) -> AsyncClient:
+async def _made(address: str | None, timeout: float) -> AsyncClient:
     return AsyncClient(address, timeout=timeout)  # within the loop that will use it
 
 

@@ -44,6 +44,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer):
         nan_prompts: sequences whose text begins with one of these fail with INVALID_LOGITS once they sample.
         faults: what was wrong with plans; empty in a correct run.
         proposals: (proposed, accepted) of each verification that had a proposal.
+        samplings: the settings of each sequence, in the order in which they came.
         sent_rows: q rows that arrived.
     """
 
@@ -63,6 +64,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer):
     num_steps: int = 0
     num_attached: int = 0
     batch_sizes: list[int] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
     sent_rows: int = 0
     address: str = ""
     port: int = 0
@@ -211,6 +213,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer):
                 return "an unknown sequence without sampling settings"
             if plan.block_keep or plan.kv_len:
                 return "a new sequence that keeps blocks or positions"
+            self.samplings.append(plan.sampling)
             known = _Sequence(HashedTokens(), [], plan.sampling)
             self._sequences[plan.seq_id] = known
         if plan.kv_len > len(known.text):

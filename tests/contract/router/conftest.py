@@ -1,0 +1,134 @@
+"""A router in this process, with a real Redis, and stand-ins for target and drafts behind real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.client import AsyncClient
+from outrider.cluster.config import ClusterConfig, parse_config
+from outrider.cluster.redis_server import RedisServer
+from outrider.cluster.registry import Registry
+from outrider.router.group import GroupSettings
+from outrider.router.server import RouterServer
+from outrider.testing import StandInDraft, StandInTarget, ToyModel, write_toy_model
+from outrider.testing.toy import toy_fingerprint
+
+NUMBERS = itertools.count()
+TIMES = GroupSettings(step_timeout_s=5.0, attach_timeout_s=2.0, grace_s=1.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy_model(tmp_path_factory.mktemp("toy"))
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = 10.0) -> None:
+    """Wait for a condition; fails with ``what`` if it does not come true in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while True:
+                value = condition()
+                if await value if isinstance(value, Awaitable) else value:
+                    return
+                await asyncio.sleep(0.01)
+    pytest.fail(f"not within {timeout_s} s: {what}")
+
+
+class World:
+    """One cluster of stand-ins. Everything started through it is stopped by it."""
+
+    def __init__(self, redis_url: str, model_folder: Path, stack: contextlib.AsyncExitStack) -> None:
+        self.redis_url = redis_url
+        self.folder = model_folder
+        self.name = f"test-{next(NUMBERS)}"
+        self.fingerprint = toy_fingerprint(model_folder)
+        self.registry = Registry(redis_url, self.name)
+        self.stack = stack
+        self._announcers: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def config(self, **changes: Any) -> ClusterConfig:
+        settings: dict[str, Any] = {"cluster": self.name, "target": {"model": str(self.folder)}, **changes}
+        return parse_config(yaml.safe_dump(settings), base=self.folder)
+
+    async def target(self, model: ToyModel | None = None, **options: Any) -> StandInTarget:
+        """A running, registered target."""
+        options.setdefault("fingerprint", self.fingerprint)
+        target = await self.stack.enter_async_context(StandInTarget(model or ToyModel(), **options))
+        self.announce("target", target.group_id, target.record())
+        return target
+
+    async def draft(self, model: ToyModel | None = None, **options: Any) -> StandInDraft:
+        """A running, registered draft."""
+        options.setdefault("fingerprint", self.fingerprint)
+        draft = await self.stack.enter_async_context(StandInDraft(model or ToyModel(), **options))
+        self.announce("draft", draft.draft_id, draft.record())
+        return draft
+
+    async def router(
+        self, *, wait: bool = True, times: GroupSettings = TIMES, router_id: str = "router-0", **changes: Any
+    ) -> RouterServer:
+        """A running router, attached to the target unless ``wait`` is False."""
+        server = RouterServer(self.config(**changes), self.redis_url, router_id=router_id, settings=times)
+        await self.stack.enter_async_context(server)
+        if wait:
+            await until(lambda: server.group.is_attached, "the router attaches")
+        return server
+
+    async def client(self, server: RouterServer, timeout: float = 20.0) -> AsyncClient:
+        return await self.stack.enter_async_context(AsyncClient(server.address, timeout=timeout))
+
+    async def drafts_ready(self, server: RouterServer, count: int = 1) -> None:
+        def ready() -> bool:
+            pool = server.group.drafts
+            return pool is not None and sum(draft.state == "ready" for draft in pool.drafts.values()) == count
+
+        await until(ready, f"{count} drafts are ready")
+
+    def announce(self, kind: Any, member_id: str, record: dict[str, Any]) -> None:
+        """Keep a member registered until ``withdraw``."""
+
+        async def repeat() -> None:
+            while True:
+                await self.registry.announce(kind, member_id, record)
+                await asyncio.sleep(0.5)
+
+        old = self._announcers.pop((kind, member_id), None)
+        if old is not None:
+            old.cancel()
+        self._announcers[kind, member_id] = asyncio.create_task(repeat())
+
+    async def withdraw(self, kind: Any, member_id: str) -> None:
+        self._announcers.pop((kind, member_id)).cancel()
+        await asyncio.sleep(0)
+        await self.registry.withdraw(kind, member_id)
+
+    async def aclose(self) -> None:
+        await self.stack.aclose()
+        for task in self._announcers.values():
+            task.cancel()
+        await self.registry.aclose()
+
+
+@pytest.fixture
+async def world(redis_url: str, model_folder: Path) -> AsyncIterator[World]:
+    made = World(redis_url, model_folder, contextlib.AsyncExitStack())
+    try:
+        yield made
+    finally:
+        await made.aclose()
