@@ -51,14 +51,16 @@ class ModelDrafter:
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw], top_m: int) -> list[Drafted]:
-    """One token for each row of logits [n, vocab_size] float32, as ``draws`` ask; equal settings go together."""
-    groups: dict[tuple[float, int, float, str], list[int]] = {}
+    """One token for each row of logits [n, vocab_size] float32, as ``draws`` ask."""
+    groups: dict[tuple[float, int, float, str, int], list[int]] = {}
     for row, draw in enumerate(draws):
         sampling = draw.sampling
-        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.verifier.label)
+        # Rows with filters go alone: together each would be computed on all tokens that any of them keeps.
+        alone = row if sampling.top_k or sampling.top_p < 1.0 else -1
+        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.verifier.label, alone)
         groups.setdefault(settings, []).append(row)
     results = [Drafted()] * len(draws)
-    for (temperature, top_k, top_p, verifier), rows in groups.items():
+    for (temperature, top_k, top_p, verifier, _), rows in groups.items():
         members = [draws[row] for row in rows]
         drawn = draw_rows(
             logits[rows],
