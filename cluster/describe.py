@@ -1,0 +1,53 @@
+"""What ``outrider status`` shows: the supervisor's facts and the router's, as one object and as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.cluster.state import ClusterState
+
+Facts = dict[str, Any]
+
+
+def merge_status(state: ClusterState | None, router_address: str, router: Facts) -> Facts:
+    """One object. ``state`` is None for a cluster on another machine; ``router`` is the answer of its AdminService."""
+    supervisor: Facts | None = None
+    if state is not None:
+        supervisor = {
+            "pid": state.supervisor_pid,
+            "settings_file": state.settings_file,
+            "ray_address": state.ray_address,
+            "processes": {child.role: child.pid for child in state.children},
+        }
+    return {**router, "router_address": router_address, "supervisor": supervisor}
+
+
+def describe(facts: Facts) -> str:
+    """The same for people."""
+    lines = [
+        f"cluster {facts['cluster']}: router {facts['router_id']} at {facts['router_address']}, "
+        f"up {facts['uptime_s']:.0f} s",
+        f"requests: {facts['running']} running, {facts['queued']} queued",
+    ]
+    settings = facts["settings"]
+    lines.append(
+        f"speculation: {settings['num_speculative_tokens']} tokens, verifier for sampling {settings['verifier']}"
+    )
+    for group in facts["groups"]:
+        used = group["kv_blocks_total"] - group["kv_blocks_free"]
+        lines.append(
+            f"group {group['group_id']}: {group['state']}, epoch {group['epoch']}, {group['model']} "
+            f"({group['dtype']}), {group['steps']} steps, KV blocks {used} of {group['kv_blocks_total']} in use"
+        )
+        lines += [f"  rank {rank['rank']}: process {rank['pid']} on {rank['node']}" for rank in group["ranks"]]
+    lines += [_draft(draft) for draft in facts["drafts"]]
+    return "\n".join(lines)
+
+
+def _draft(draft: Facts) -> str:
+    proposed, accepted = draft["num_draft_tokens"], draft["num_accepted_tokens"]
+    rate = f", {accepted / proposed:.0%} of {proposed} tokens accepted" if proposed else ""
+    return (
+        f"draft {draft['draft_id']}: {draft['state']}, {draft['model']}, {draft['sessions']} sessions, "
+        f"process {draft['pid']} on {draft['node']} at {draft['address']}{rate}"
+    )
