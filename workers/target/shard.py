@@ -182,6 +182,7 @@ class TargetShard:
             tensor_parallel_size=config.tensor_parallel_size,
             row_invariant=facts.row_invariant,
             dtype=str(self._engine.dtype).removeprefix("torch."),
+            max_num_seqs=limits.max_num_seqs,
         )
         self._leader = leader = Leader(self._step, self._channel)
         if self._liveness is not None:

@@ -121,6 +121,7 @@ class GroupInfo:
     tensor_parallel_size: int
     row_invariant: bool
     dtype: str
+    max_num_seqs: int = 64
 
 
 def committed_checksum(lengths: Iterable[tuple[int, int]]) -> int:

@@ -164,6 +164,7 @@ class Attached(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     ROW_INVARIANT_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     model: _builtins.str
     tokenizer_fingerprint: _builtins.str
@@ -179,6 +180,8 @@ class Attached(_message.Message):
     row_invariant: _builtins.bool
     """Whether a row's result was found, at start-up, not to depend on the rows beside it."""
     dtype: _builtins.str
+    max_num_seqs: _builtins.int
+    """Sequences that one plan may carry."""
     def __init__(
         self,
         *,
@@ -193,10 +196,11 @@ class Attached(_message.Message):
         tensor_parallel_size: _builtins.int = ...,
         row_invariant: _builtins.bool = ...,
         dtype: _builtins.str = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "group_id", b"group_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "num_blocks", b"num_blocks", "row_invariant", b"row_invariant", "tensor_parallel_size", b"tensor_parallel_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "group_id", b"group_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "row_invariant", b"row_invariant", "tensor_parallel_size", b"tensor_parallel_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
