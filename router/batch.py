@@ -50,7 +50,8 @@ class Batcher:
 
     def limit(self, max_num_seqs: int) -> None:
         """Let at most so many requests run; those that run already go on."""
-        self.max_num_seqs = min(max_num_seqs, self.budget)  # each decoding request needs a row in each step
+        # Each decoding request takes part in each step with a row at least.
+        self.max_num_seqs = min(max_num_seqs, self.budget, self._max_planned_seqs)
 
     def reset(self, info: GroupInfo, max_num_seqs: int) -> None:
         """Start with an empty cache; what ran waits again, in its order, before what waited."""
@@ -60,6 +61,7 @@ class Batcher:
         self.running = []
         self.pool = BlockPool(info.num_blocks, info.block_size)
         self.budget = info.max_num_batched_tokens
+        self._max_planned_seqs = info.max_num_seqs
         self.limit(max_num_seqs)
         self._released: list[int] = []
 
@@ -133,10 +135,10 @@ class Batcher:
     def check_integrity(self, in_flight: Iterable[Request]) -> None:
         """Raise ``AssertionError`` unless the books balance; ``in_flight`` have ended but still hold blocks."""
         self.pool.check_integrity([request.blocks for request in (*self.running, *in_flight)])
-        if len(self.running) > self.budget:
-            raise AssertionError(f"{len(self.running)} requests run, but a step has only {self.budget} rows")
+        if len(self.running) > min(self.budget, self._max_planned_seqs):
+            raise AssertionError(f"{len(self.running)} requests run, more than one step can hold")
         for request in self.waiting:
-            if request.blocks or request.seq_id or request.kv_len or request.introduced or request.blocks_told:
+            if request.blocks or request.seq_id or request.kv_len or request.blocks_told:
                 raise AssertionError(f"{request.new.request_id} waits and holds a part of the cache")
         for request in self.running:
             if not request.seq_id or request.ended:
@@ -200,10 +202,9 @@ class Batcher:
             num_proposal_tokens=len(proposed),
             draft_rows=proposal.rows if proposal is not None else (),
             logits_rows=tuple(range(num_text_rows - 1, num_text_rows + len(proposed))) if is_last else (),
-            sampling=None if request.introduced else request.new.sampling,
+            sampling=request.new.sampling if start == 0 else None,  # a sequence's first plan starts at 0, no other does
         )
         request.blocks_told = len(request.blocks)
-        request.introduced = True
         return Rows(request, plan, proposal, request.proposal_draft if proposal is not None else "")
 
     def _fitting(self, request: Request, proposal: Proposal | None, spare: int) -> Proposal | None:
@@ -228,4 +229,3 @@ def _forget_cache(request: Request) -> None:
     request.kv_len = 0
     request.blocks = []
     request.blocks_told = 0
-    request.introduced = False

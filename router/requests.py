@@ -154,7 +154,6 @@ class Request:
         kv_len: positions whose keys and values are valid.
         blocks: its block table.
         blocks_told: entries of ``blocks`` that the group knows.
-        introduced: whether the group has its sampling settings.
         num_speculative_tokens: most tokens that a round verifies.
         proposal: newest proposal that may still continue the text, as it came from draft ``proposal_draft``.
         ended: set once the request is over; its step may still be in flight.
@@ -171,7 +170,6 @@ class Request:
     kv_len: int = 0
     blocks: list[int] = field(default_factory=list)
     blocks_told: int = 0
-    introduced: bool = False
     proposal: Proposal | None = None
     proposal_draft: str = ""
     session: DraftSession | None = None

@@ -136,7 +136,7 @@ def test_result(result: StepResult) -> None:
 
 
 def test_group_info() -> None:
-    info = GroupInfo("g", "m", "f", 100, 64, 10, 4, 32, 2, True, "float32")
+    info = GroupInfo("g", "m", "f", 100, 64, 10, 4, 32, 2, True, "float32", 8)
     assert wire.group_info_from_wire(sent(wire.group_info_to_wire(info))) == info
 
 

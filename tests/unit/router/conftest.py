@@ -96,6 +96,7 @@ class ToyGroup:
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.sequences
         assert plan.num_rows <= self.info.max_num_batched_tokens
+        assert len(plan.sequences) <= self.info.max_num_seqs
         for seq_id in plan.released:
             self.sequences.pop(seq_id, None)
         results = [self._run_sequence(sequence) for sequence in plan.sequences]

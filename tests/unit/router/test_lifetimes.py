@@ -108,6 +108,15 @@ def test_requests_join_and_leave_between_steps(toy) -> None:
     world.check_ends()
 
 
+def test_no_more_requests_run_than_the_group_takes_in_a_step(toy) -> None:
+    world = toy.World(toy.group_info(max_num_seqs=3))
+    for request_id in "abcde":
+        world.add(request_id, [1], max_tokens=3)
+    assert len(world.step().sequences) == 3
+    world.run_to_end()
+    world.check_ends()
+
+
 def test_long_prompts_come_in_chunks_beside_running_decodes(toy) -> None:
     world = toy.World(toy.group_info(max_num_batched_tokens=8))
     world.add("a", [1], max_tokens=12)
@@ -129,6 +138,16 @@ def test_blocks_run_out_the_request_admitted_last_starts_over(toy) -> None:
     world.run_to_end()
     assert world.scheduler.snapshot().num_preemptions > 0
     assert list(world.ends) == ["a", "b"]
+    world.check_ends()
+
+
+def test_a_preempted_request_goes_on_before_those_that_came_later(toy) -> None:
+    world = toy.World(toy.group_info(num_blocks=6, block_size=2, max_model_len=13), SchedulerSettings(max_num_seqs=2))
+    for request_id in "abcd":
+        world.add(request_id, [1, 2, 3], max_tokens=9)
+    world.run_to_end()
+    assert world.scheduler.snapshot().num_preemptions > 0
+    assert list(world.ends) == list("abcd")
     world.check_ends()
 
 
