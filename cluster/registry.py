@@ -170,10 +170,19 @@ class Registry:
         return await self._call(self._redis.eval(script, len(keys), *keys, *args))
 
     async def _call(self, call: Awaitable[Any]) -> Any:
+        # redis-py waits with asyncio.wait_for, which in Python 3.11 may swallow a cancellation, or turn it into an error
+        # of the connection. Whoever cancelled us must see it.
+        task = asyncio.current_task()
+        cancelled_before = task.cancelling() if task is not None else 0
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await call
+                answer = await call
+            if task is not None and task.cancelling() > cancelled_before:
+                raise asyncio.CancelledError
+            return answer
         except (RedisError, OSError, TimeoutError) as error:
+            if task is not None and task.cancelling() > cancelled_before:
+                raise asyncio.CancelledError from error
             reason = " ".join(str(error).split()) or f"no answer within {self.timeout_s:g} s"
             raise Unavailable(
                 f"Redis at {masked(self.url)} does not answer ({reason}); start it or correct redis.url"
