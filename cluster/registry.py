@@ -170,7 +170,7 @@ class Registry:
         return await self._call(self._redis.eval(script, len(keys), *keys, *args))
 
     async def _call(self, call: Awaitable[Any]) -> Any:
-        # redis-py waits with asyncio.wait_for, which in Python 3.11 may swallow a cancellation, or turn it into an error
+        # redis-py waits with asyncio.wait_for, which in Python 3.11 may swallow a cancellation or turn it into an error
         # of the connection. Whoever cancelled us must see it.
         task = asyncio.current_task()
         cancelled_before = task.cancelling() if task is not None else 0
