@@ -26,7 +26,7 @@ export PATH PYTHONSAFEPATH=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 install() {
     # shellcheck disable=SC2086  # PIP_FLAGS holds several words
-    python -m pip install --quiet --constraint constraints.txt ${PIP_FLAGS:-} "$@"
+    python -m pip install -qq --constraint constraints.txt ${PIP_FLAGS:-} "$@"
 }
 
 echo "installing torch"

@@ -5,7 +5,7 @@ The target learns from the text; the draft learns from the target's distribution
 enough for speculation to be worth watching. Everything is seeded: the same Python, torch and machine give the same
 weights.
 
-    python scripts/train_tiny_pair.py             # about six minutes on one core; writes models/tiny
+    python scripts/train_tiny_pair.py             # about eight minutes of one core; writes models/tiny
     python scripts/train_tiny_pair.py --measure   # acceptance of the pair that is there
 """
 
@@ -325,16 +325,15 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def write_readme(folder: Path, figures: dict[str, float], seconds: float, text: str) -> None:
+def write_readme(folder: Path, figures: dict[str, float], minutes: float, text: str) -> None:
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
     rows = "\n".join(f"| {name.replace('_', ' ')} | {value} |" for name, value in figures.items())
     version, torch_version = platform.python_version(), torch.__version__.split("+")[0]
     (folder / "README.md").write_text(
         f"""# The tiny pair
 
-A target (`target/`, {describe(TARGET_SHAPE)}) and a draft (`draft/`, {describe(DRAFT_SHAPE)})
-of the Qwen2 architecture with one byte-level BPE tokenizer of {NUM_TOKENS} entries,
-for demos and tests. {total / 1e6:.1f} MB in all, float32.
+A target (`target/`, {describe(TARGET_SHAPE)}) and a draft (`draft/`, {describe(DRAFT_SHAPE)}) of the Qwen2
+architecture with one byte-level BPE tokenizer of {NUM_TOKENS} entries, for demos and tests. {total / 1e6:.1f} MB in all, float32.
 
 They learned from the text that Python {version} ships: the language reference of `pydoc` and the docstrings of
 the standard library; the draft learned from the target's distributions. They write something that looks like Python's
@@ -352,7 +351,7 @@ At temperature 1 on held-out documents, as `python scripts/train_tiny_pair.py --
 Acceptance is the mean over positions of `sum(min(p, q))`, which is 1 minus the total variation distance. Losses are
 nats per token. With the docstrings of another Python version the figures differ slightly.
 
-Made by `python scripts/train_tiny_pair.py` (torch {torch_version}, {seconds:.0f} s on one thread).
+Made by `python scripts/train_tiny_pair.py` (torch {torch_version}, {minutes:.0f} minutes of one core).
 A sample of the target at temperature 1:
 
 ```text
@@ -387,7 +386,6 @@ def main() -> None:
         print(json.dumps(measure(target, draft, held_out_windows(tokenizer)), indent=2))
         return
 
-    started = time.monotonic()
     training, _ = documents()
     tokenizer = train_tokenizer(training)
     # The language reference counts twice: it is the best prose there is in the text.
@@ -401,7 +399,7 @@ def main() -> None:
     figures = measure(target, draft, held_out_windows(tokenizer))
     print(json.dumps(figures, indent=2))
     text = sample(target, tokenizer, "The with statement", 160)
-    write_readme(arguments.folder, figures, time.monotonic() - started, text)
+    write_readme(arguments.folder, figures, time.process_time() / 60, text)
 
 
 if __name__ == "__main__":
