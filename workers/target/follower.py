@@ -47,19 +47,20 @@ class Follower:
         self._channel.abort()
         self._on_failure(message)
 
-    def leave(self, deadline_s: float = 2.0) -> None:
-        """The leader ended the group in peace; its last word may still be on its way to the thread."""
-        self.stop(deadline_s, wait_first=True)
+    def leave(self) -> None:
+        """The leader ended the group in peace."""
+        self.stop()
         with self._lock:
             self.stopped = self.failure is None
 
-    def stop(self, deadline_s: float = 5.0, *, wait_first: bool = False) -> bool:
-        """End the thread; with ``wait_first`` it may end by itself before. False where it is stuck in a collective."""
-        if wait_first:
-            self._thread.join(timeout=deadline_s)
+    def stop(self, patience_s: float = 2.0, deadline_s: float = 3.0) -> bool:
+        """End the thread. False where it is stuck in a collective.
+
+        The leader's last word may still be on its way, so that the thread has ``patience_s`` to end by itself.
+        """
+        self._thread.join(timeout=patience_s)
         self._channel.abort()
-        if self._thread.is_alive():
-            self._thread.join(timeout=deadline_s)
+        self._thread.join(timeout=deadline_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

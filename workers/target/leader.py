@@ -86,7 +86,7 @@ class Leader:
         for callback in callbacks:
             callback(message)
 
-    def stop(self, deadline_s: float = 5.0) -> bool:
+    def stop(self, deadline_s: float = 3.0) -> bool:
         """End the thread and, through it, the other ranks. False where the thread is stuck in a collective."""
         if self._thread.is_alive():
             self._put(MessageKind.STOP, None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from outrider.cluster.redis_server import RedisServer
+from outrider.cluster.registry import Registry
 from outrider.core.plan import PlanKind, SequenceError, SequencePlan, StepPlan
 from outrider.core.sampling import Sampling, Verifier
 from outrider.core.wire import plan_to_wire
@@ -136,6 +141,44 @@ def test_a_client_that_vanishes_in_a_step_does_no_harm(group: Any) -> None:
     last = group.attach()
     assert last.run(StepPlan(7, 1, (FIRST,))).sequences[0].error is None
     last.close()
+
+
+def test_registration(group_class: Any, group_failed: type[Exception], model_dir: str, tmp_path: Path) -> None:
+    """The leader is in the registry while it serves, and not after that."""
+    redis = RedisServer(tmp_path)
+    redis.start()
+    try:
+
+        async def members() -> dict[str, Any]:
+            async with Registry(redis.url, "test") as registry:
+                return await registry.members("target")
+
+        group = group_class(model_dir, 1, redis_url=redis.url)
+        record = asyncio.run(members())["g0"]
+        assert record["address"] == group.address
+        assert (record["group_id"], record["epoch"], record["model"], record["dtype"]) == (
+            "g0",
+            7,
+            model_dir,
+            "float32",
+        )
+        assert record["tensor_parallel_size"] == 1
+        assert [(rank["rank"], rank["pid"]) for rank in record["ranks"]] == [(0, group.ranks[0].process.pid)]
+        group.stop()
+        assert asyncio.run(members()) == {}
+
+        group = group_class(model_dir, 1, redis_url=redis.url, fault="broken")
+        client = group.attach()
+        answers = [client.run(StepPlan(7, step, (replace(FIRST, seq_id=step),))) for step in (1, 2)]
+        assert len(answers) == 2
+        with pytest.raises(group_failed, match="no memory left"):
+            client.run(StepPlan(7, 3, ()))
+        deadline = time.monotonic() + 5
+        while asyncio.run(members()):
+            assert time.monotonic() < deadline
+        group.stop()
+    finally:
+        redis.stop()
 
 
 def test_health_and_reflection(group: Any) -> None:
