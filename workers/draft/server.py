@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 EOF: Any = aio.EOF  # type: ignore[attr-defined]
 
+# A stream that says nothing for so long is ended.
+HELLO_TIMEOUT_S = 10.0
 SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -71,27 +73,20 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if compute is None or self._failure is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self._failure or "the draft worker starts")
             return
-        first = await context.read()
-        if first is EOF:
-            return
-        await self._check_hello(first, context)
-        await context.write(draft_pb2.SessionResponse(header=first.header, hello=self._hello))
-
         stream = next(self._stream_ids)
         outbox = self._outboxes[stream] = Outbox()
-        if self._failure is not None:  # while the hello was written
-            outbox.close(self._failure)
         reader = asyncio.create_task(self._read(stream, context, outbox, compute))
         try:
             while (event := await outbox.get()) is not None:
                 await context.write(event_to_wire(event))
-            if reader.done() and reader.exception() is not None:
-                error = reader.exception()
-                if isinstance(error, InvalidRequest):
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                raise error  # type: ignore[misc]
             if outbox.error is not None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, outbox.error)
+            if reader.done():
+                error = reader.exception()
+                if isinstance(error, _Refused):
+                    await context.abort(error.code, str(error))
+                if error is not None:
+                    raise error
         finally:
             del self._outboxes[stream]
             reader.cancel()
@@ -99,23 +94,42 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 await reader
             compute.submit(CloseStream(stream))
 
-    async def _check_hello(self, first: draft_pb2.SessionRequest, context: Any) -> None:
-        if first.WhichOneof("body") != "hello":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a Session must be hello")
+    async def _read(self, stream: int, context: Any, outbox: Outbox, compute: ComputeThread) -> None:
+        """Greet the scheduler, then hand on its messages; the outbox is closed at the end, whatever the end is."""
+        try:
+            await self._greet(context)
+            while (message := await context.read()) is not EOF:
+                compute.submit(command_from_wire(stream, message))
+        except InvalidRequest as error:
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        finally:
+            outbox.close()
+
+    async def _greet(self, context: Any) -> None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await context.read()
+        except TimeoutError as error:
+            why = f"no hello came within {HELLO_TIMEOUT_S:g} s"
+            raise _Refused(grpc.StatusCode.DEADLINE_EXCEEDED, why) from error
+        if first is EOF or first.WhichOneof("body") != "hello":
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a Session must be hello")
         theirs, ours = first.hello.tokenizer_fingerprint, self._hello.tokenizer_fingerprint
         if theirs != ours:
-            await context.abort(
+            raise _Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"tokenizers differ: the draft {self._hello.model} has fingerprint {ours}, the target of group "
                 f"{first.hello.group_id} has {theirs}; give both models the same tokenizer.json",
             )
+        await context.write(draft_pb2.SessionResponse(header=first.header, hello=self._hello))
 
-    async def _read(self, stream: int, context: Any, outbox: Outbox, compute: ComputeThread) -> None:
-        try:
-            while (message := await context.read()) is not EOF:
-                compute.submit(command_from_wire(stream, message))
-        finally:
-            outbox.close()
+
+class _Refused(Exception):
+    """Ends a stream with a status."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        self.code = code
+        super().__init__(message)
 
 
 class DraftServer:

@@ -283,9 +283,13 @@ async def test_an_engine_that_fails(worker: Any, connect: Connect) -> None:
         raise RuntimeError("the device is gone")
 
     scheduler = await connect(worker)
+    silent = await connect(worker, hello=False)  # a stream that has not said hello yet
+    async with asyncio.timeout(DEADLINE_S):
+        while len(worker.worker._server._servicer._outboxes) < 2:  # noqa: ASYNC110 - filled by a thread
+            await asyncio.sleep(0.005)
     worker.inspect(lambda batcher: batcher._drafter.engine).forward = forward
     await scheduler.open(1, TEXT, GREEDY)
-    for one in (scheduler, await connect(worker, hello=False)):
+    for one in (scheduler, silent, await connect(worker, hello=False)):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await read_error(one, hello=False)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
