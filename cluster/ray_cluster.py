@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ class RayCluster:
 
         Raises ``Unavailable`` if it does not answer.
         """
+        if self._config.address is not None:
+            require_listener(self._config.address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
@@ -176,6 +179,23 @@ class Actor:
         import ray
 
         ray.kill(self._handle, no_restart=True)
+
+
+def require_listener(address: str, timeout_s: float = 5.0) -> None:
+    """Raises ``Unavailable`` if nobody listens there: Ray itself would go on trying for minutes.
+
+    Addresses that name no port, such as ``auto``, are left to Ray.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise Unavailable(
+            f"Ray at {address} does not answer ({reason}); start it with `ray start` or correct ray.address"
+        ) from error
 
 
 def usable_cores() -> int:
