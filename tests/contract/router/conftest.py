@@ -53,6 +53,9 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, time
 class World:
     """One cluster of stand-ins. Everything started through it is stopped by it."""
 
+    times = TIMES
+    until = staticmethod(until)
+
     def __init__(self, redis_url: str, model_folder: Path, stack: contextlib.AsyncExitStack) -> None:
         self.redis_url = redis_url
         self.folder = model_folder
