@@ -50,6 +50,10 @@ class Engine:
         vocab = read_vocab(config.model)
         self.fingerprint = vocab_fingerprint(vocab)
         self.vocab_size = vocab_size(vocab)
+        if self.vocab_size > shape.num_embeddings:
+            raise ConfigError(
+                f"model: {config.model} embeds {shape.num_embeddings} tokens, but tokenizer.json has {self.vocab_size}"
+            )
         self.eos_token_ids = shape.eos_token_ids
         self.hidden_size = shape.hidden_size
         self.block_size = config.block_size
@@ -79,7 +83,7 @@ class Engine:
         )
         self._buffers = RowBuffers(limits, self.device)
         self._check_layers(shape.num_layers)
-        self.row_invariant = self._agree(self._measure_row_invariance()) == 1
+        self.row_invariant = parallel.smallest(self._measure_row_invariance()) == 1
         logger.info(
             "rank %d serves %s: %d blocks of %d, %d positions, rows %s",
             parallel.rank,
@@ -102,7 +106,7 @@ class Engine:
 
     def local_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> [n, local_vocab_size] float32: this rank's slice of the vocabulary."""
-        with torch.inference_mode():
+        with torch.no_grad():
             logits: Tensor = self._head(hidden)
         return logits
 
@@ -129,7 +133,7 @@ class Engine:
                 **{STEP_KEYWORD: step},
             )
             hidden: Tensor = output.last_hidden_state[0].index_select(0, rows.wanted)
-        return hidden, step
+        return hidden.clone(), step  # a normal tensor, which callers may change
 
     def _size_cache(self, config: EngineConfig, shape: ModelShape) -> tuple[int, int]:
         """Blocks of the cache and positions of the longest sequence, the same on all ranks."""
@@ -144,7 +148,7 @@ class Engine:
             free_memory(self.device),
             self.parallel.local_size,
         )
-        num_blocks = self._agree(num_blocks)
+        num_blocks = self.parallel.smallest(num_blocks)
         fits = num_blocks * self.block_size
         if fits < max_model_len and config.max_model_len is not None:
             raise ConfigError(
@@ -152,10 +156,6 @@ class Engine:
                 f"hold {fits} positions"
             )
         return num_blocks, min(max_model_len, fits)
-
-    def _agree(self, value: int) -> int:
-        """The smallest of the ranks' values."""
-        return min(int(part.item()) for part in self.parallel.gather(torch.tensor([value], dtype=torch.int64)))
 
     def _probe(self, chunks: Sequence[int]) -> Tensor:
         """Hidden states of a short made-up sequence that runs in chunks of the given sizes. [sum(chunks), hidden]"""
@@ -178,6 +178,8 @@ class Engine:
             )
 
     def _measure_row_invariance(self) -> int:
+        if self.device.type != "cpu":
+            return 0  # libraries for accelerators choose a product's algorithm by its shape
         parts = (self._decoder, self._head)
         linears = linears_are_row_invariant(parts, self.max_num_batched_tokens, self.dtype, self.device)
         length = min(PROBE_LENGTH, self.max_num_batched_tokens, self.max_model_len)

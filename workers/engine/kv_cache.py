@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,9 +73,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this process may still allocate on a device; a container's limit counts."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
+    free = _free_on_machine()
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -84,3 +83,13 @@ def free_memory(device: torch.device) -> int:
     except (OSError, ValueError):
         return free  # no cgroup v2: the machine's own number stands
     return free if limit == "max" else min(free, max(0, int(limit) - used))
+
+
+def _free_on_machine() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass  # not Linux: what follows is near enough
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +138,7 @@ def load_model(
     began = time.monotonic()
     logger.info("rank %d reads %s", parallel.rank, config.model)
     try:
-        with shm.quiet():
+        with shm.quiet(), _no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(
                 config.model, dtype="auto", attn_implementation=IMPLEMENTATION, local_files_only=True
             )
@@ -147,10 +149,6 @@ def load_model(
     output = model.get_output_embeddings()
     weight, bias = output.weight.data, None if output.bias is None else output.bias.data
     del model, output
-    if weight.shape[0] < vocab_size:
-        raise ConfigError(
-            f"model: {config.model} has {weight.shape[0]} output rows for the {vocab_size} tokens of tokenizer.json"
-        )
     if parallel.world_size > 1:
         _shard(decoder, parallel, next(decoder.parameters()).dtype)
     packed = packs(dtype, device)
@@ -164,6 +162,20 @@ def load_model(
     gc.collect()
     logger.info("rank %d is loaded after %.1f s", parallel.rank, time.monotonic() - began)
     return LoadedModel(decoder, head)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Progress goes to the log, as lines."""
+    from transformers.utils import logging as transformers_logging
+
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _shard(decoder: nn.Module, parallel: Parallel, dtype: torch.dtype) -> None:

@@ -97,6 +97,8 @@ class Parallel:
         os.environ.setdefault("DS_ACCELERATOR", device)
         timeout = datetime.timedelta(seconds=timeout_s)
         on_cuda = device == "cuda"
+        # Built before anyone waits for anyone: the first time takes longer than a rank should be waited for.
+        able = shm.prepare(device, local_size, world_size)
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout
@@ -109,13 +111,15 @@ class Parallel:
                 timeout=timeout,
             )
             channel = Channel(store, rank, world_size, master_addr, timeout_s)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, GroupError) as error:
+            if dist.is_initialized():
+                dist.destroy_process_group()
             reason = " ".join(str(error).split())[:300]
             raise GroupError(
                 f"rank {rank} of {world_size} found no group at {master_addr}:{master_port} "
                 f"in {timeout_s:g} s: {reason}"
             ) from error
-        shared = _start_deepspeed(rank, world_size, local_size, master_addr, master_port, on_cuda)
+        shared = _start_deepspeed(rank, able, master_addr, master_port, on_cuda)
         return cls(rank, world_size, local_size, channel=channel, shared_memory=shared, on_cuda=on_cuda)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -170,10 +174,23 @@ class Parallel:
             raise GroupError("rank 0 must give the integers to broadcast")
         return list(values)
 
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' values, on every rank. Slow, but it gives up when a rank does not come.
+
+        Raises ``GroupError`` then, after the group's timeout.
+        """
+        if self.world_size == 1:
+            return value
+        values = torch.tensor([value], dtype=torch.int64)
+        try:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN)
+        except RuntimeError as error:
+            raise GroupError(f"rank {self.rank} waited in vain: {' '.join(str(error).split())[:200]}") from error
+        return int(values.item())
+
     def barrier(self) -> None:
-        """Return when every rank has come here."""
-        if self.world_size > 1:
-            dist.all_reduce(torch.zeros(1))
+        """Return when every rank has come here. Raises ``GroupError`` when one does not, after the group's timeout."""
+        self.smallest(0)
 
     def close(self) -> None:
         """Leave the group. Safe to call twice; a closed group is of no further use."""
@@ -185,14 +202,10 @@ class Parallel:
             dist.destroy_process_group()
 
 
-def _start_deepspeed(
-    rank: int, world_size: int, local_size: int, master_addr: str, master_port: int, on_cuda: bool
-) -> bool:
+def _start_deepspeed(rank: int, able: bool, master_addr: str, master_port: int, on_cuda: bool) -> bool:
     """Hand the group to DeepSpeed. Returns whether sums may go through shared memory: all ranks decide alike."""
     import deepspeed.comm
 
-    one_host = not on_cuda and local_size == world_size <= shm.MAX_RANKS
-    able = shm.build_operator() and one_host and shm.room_for_segments(local_size)
     votes = torch.tensor([1.0 if able else 0.0])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
     shared = bool(votes.item())
@@ -207,9 +220,7 @@ def _start_deepspeed(
     dist.all_reduce(votes)
     # Every rank has mapped every segment: without a name the memory goes when the processes do.
     segment.unlink(missing_ok=True)
-    logger.info(
-        "rank %d of %d: sums go through %s", rank, world_size, "shared memory" if shared else "torch.distributed"
-    )
+    logger.info("rank %d: sums go through %s", rank, "shared memory" if shared else "torch.distributed")
     return shared
 
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from outrider.workers.engine.linear import PackedLinear
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 192, 256)
-NUM_COMPARED = 24
+NUM_COMPARED = 12
+# Products that take longer than some tenths of a second are left out: it is the large head that they would test.
+MAX_MULTIPLICATIONS = 4_000_000_000
 
 
 def row_counts(max_rows: int) -> list[int]:
@@ -22,7 +24,8 @@ def linear_is_row_invariant(
     layer: PackedLinear, counts: Iterable[int], dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether a layer gives the first rows the same bits at every count as alone; bias and rank sums left out."""
-    counts = list(counts)
+    affordable = MAX_MULTIPLICATIONS // (layer.in_features * layer.out_features)
+    counts = [count for count in counts if count <= max(affordable, NUM_COMPARED)]
     generator = torch.Generator().manual_seed(layer.in_features)
     rows = torch.randn(max(counts), layer.in_features, generator=generator).to(device=device, dtype=dtype)
     alone = [layer.multiply(rows[index : index + 1], None) for index in range(min(NUM_COMPARED, len(rows)))]

@@ -1,16 +1,21 @@
 """DeepSpeed's all-reduce through shared memory, for ranks of one host: microseconds, where gloo takes milliseconds.
 
-The operator is compiled at first use and kept in torch's folder for extensions (``TORCH_EXTENSIONS_DIR``).
+The operator is compiled at first use and kept in torch's folder for extensions (``TORCH_EXTENSIONS_DIR``), in a part
+of its own for each Python environment: one that is shared would be compiled anew, under running processes, whenever two
+environments take turns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import io
 import logging
 import os
 import shutil
+import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,15 +35,37 @@ MAX_RANKS = 16
 
 
 @contextlib.contextmanager
-def build_lock() -> Iterator[None]:
-    """Let one process of this machine build at a time. The lock goes with the process that holds it."""
+def build_place(operator: str) -> Iterator[None]:
+    """Where torch builds the operator: this environment's folder and tools, one process of this machine at a time."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / "outrider-build.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    environment = hashlib.sha256(f"{sys.prefix} {sys.version} {torch.__version__}".encode()).hexdigest()[:12]
+    folder = root / f"outrider-{environment}"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Torch looks for ninja on the PATH only; a process that was not started from an activated environment lacks it.
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    with (folder / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the process that holds it
+        # Torch's own lock does not: left by a process that was killed while it built, it would be waited for forever.
+        for stale in folder.glob(f"**/{operator}/lock"):
+            stale.unlink()
+        with _environment(TORCH_EXTENSIONS_DIR=str(folder), PATH=path):
+            yield
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
         yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def build_operator() -> bool:
@@ -49,7 +76,7 @@ def build_operator() -> bool:
     builder = ShareMemCommBuilder()
     logger.info("building DeepSpeed's shared-memory all-reduce, unless it was built before (up to a minute)")
     try:
-        with build_lock(), quiet():
+        with build_place(builder.NAME), quiet():
             module = builder.load(verbose=False)
         if int(module.vector_kernel_level()) >= 1:
             return True
@@ -57,6 +84,17 @@ def build_operator() -> bool:
     except (RuntimeError, OSError) as error:
         logger.warning("no shared-memory all-reduce: %s", " ".join(str(error).split())[:300])
     deepspeed.ops.__compatible_ops__[builder.NAME] = False  # or DeepSpeed would try again by itself, and fail
+    return False
+
+
+def prepare(device: str, local_size: int, world_size: int) -> bool:
+    """Whether this rank can sum through shared memory: one host, room, and the operator, which is built if need be."""
+    import deepspeed.ops
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    if device == "cpu" and local_size == world_size <= MAX_RANKS and room_for_segments(local_size):
+        return build_operator()
+    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False  # or DeepSpeed would build it for nothing
     return False
 
 

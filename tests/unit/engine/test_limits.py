@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.core.errors import ConfigError
+from outrider.core.errors import ConfigError, GroupError
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.kv_cache import default_num_blocks
 from outrider.workers.engine.loading import read_model_config
-from outrider.workers.engine.parallel import Parallel, interface_of
+from outrider.workers.engine.parallel import Parallel, free_port, interface_of
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_models_that_do_not_fit_are_refused(
     refused("at most 32", make, make_model("mistral", sliding_window=32), max_model_len=64)
     refused("rope_type dynamic", make, make_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0}))
     refused("final_logit_softcapping", make, make_model("gemma2", head_dim=16))
-    refused("output rows for the 300 tokens", make, make_model("llama", vocab_size=296))
+    refused("embeds 296 tokens, but tokenizer.json has 300", make, make_model("llama", vocab_size=296))
 
 
 def test_a_window_that_never_ends_early_is_fine(make_model: Callable[..., str], scenarios: ModuleType) -> None:
@@ -103,6 +103,17 @@ def test_default_number_of_blocks() -> None:
     assert default_num_blocks(64, 1024, 16, 1000, 1_000_000, 2) == 200  # 40 % of memory, shared by two ranks
     with pytest.raises(ConfigError, match="num_kv_blocks"):
         default_num_blocks(64, 1024, 16, 1000, 10, 1)
+
+
+def test_a_group_that_does_not_come_together_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "")
+    place = {"local_size": 2, "master_addr": "127.0.0.1", "master_port": free_port("127.0.0.1"), "node_ip": "127.0.0.1"}
+    for rank in (0, 1):
+        with pytest.raises(GroupError, match=f"rank {rank} of 2 found no group at 127.0.0.1"):
+            Parallel.connect(rank=rank, world_size=2, timeout_s=1.0, **place)
 
 
 def test_interfaces() -> None:
