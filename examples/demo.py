@@ -30,8 +30,8 @@ SETTINGS = Path(__file__).resolve().parent / "tiny.yaml"
 # What is shown, and what is sent: a text to go on with, or a chat.
 PROMPTS: tuple[tuple[str, Prompt], ...] = (
     ("The with statement", "The with statement"),
-    ("json.dumps", "json.dumps\n\n"),
-    ("What is a dictionary? ", [{"role": "user", "content": "What is a dictionary?"}]),
+    ("json.dumps\n\n", "json.dumps\n\n"),
+    ("What is a dictionary?\n", [{"role": "user", "content": "What is a dictionary?"}]),
 )
 MAX_TOKENS = 64
 TEMPERATURE = 0.8
@@ -40,7 +40,9 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 REQUEST_TIMEOUT_S = 120.0
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, emoji=False, soft_wrap=True)
+if not console.is_terminal:
+    console.width = 100
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Way:
     num_speculative_tokens: int | None = None
 
 
-PLAIN = Way("none (k = 0)", TEMPERATURE, num_speculative_tokens=0)
+PLAIN = Way("no speculation", TEMPERATURE, num_speculative_tokens=0)
 SPECULATIVE = (
     Way("greedy", 0.0),
     Way("rejection", TEMPERATURE, "rejection"),
@@ -109,7 +111,7 @@ def compare_ways(client: Client) -> list[str]:
         heading(f"{way.name}, temperature {way.temperature:g}")
         rows.append((way, [stream(client, shown, prompt, way) for shown, prompt in PROMPTS]))
 
-    table = Table(title=f"What speculation did ({len(PROMPTS)} requests of {MAX_TOKENS} tokens at most)")
+    table = Table(title=f"What speculation did, over {len(PROMPTS)} requests of at most {MAX_TOKENS} tokens")
     table.add_column("verifier")
     for column in (
         "tokens",

@@ -333,7 +333,8 @@ def write_readme(folder: Path, figures: dict[str, float], minutes: float, text: 
         f"""# The tiny pair
 
 A target (`target/`, {describe(TARGET_SHAPE)}) and a draft (`draft/`, {describe(DRAFT_SHAPE)}) of the Qwen2
-architecture with one byte-level BPE tokenizer of {NUM_TOKENS} entries, for demos and tests. {total / 1e6:.1f} MB in all, float32.
+architecture with one byte-level BPE tokenizer of {NUM_TOKENS} entries, for demos and tests.
+{total / 1e6:.1f} MB in all, float32.
 
 They learned from the text that Python {version} ships: the language reference of `pydoc` and the docstrings of
 the standard library; the draft learned from the target's distributions. They write something that looks like Python's
