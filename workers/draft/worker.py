@@ -84,7 +84,7 @@ class DraftWorker:
             "address": server.start(node["ip"]),
             "model": config.model,
             "placement": config.placement,
-            "node": node["node_id"] or node["hostname"],
+            "node": node["hostname"],
             "pid": node["pid"],
         }
         if self._redis_url is not None:
