@@ -36,7 +36,10 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """
     excess = (p - q).clamp_(min=0.0)
     mass = excess.sum(dim=-1, keepdim=True)
-    return torch.where(mass < RESIDUAL_MASS_FLOOR, p, excess / mass)
+    light = mass[:, 0] < RESIDUAL_MASS_FLOOR
+    excess /= mass
+    excess[light] = p[light]
+    return excess
 
 
 def well_formed(tokens: Tensor, token_ids: Tensor, probs: Tensor, vocab_size: int) -> Tensor:

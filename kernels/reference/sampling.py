@@ -26,7 +26,7 @@ def gumbel_argmax(token_ids: Tensor, scores: Tensor, keys: Tensor) -> Tensor:
     Returns:
         [n] int64 token ids. Equal sums, which have probability about 2^-52, go to the lowest id.
     """
-    return argmax(token_ids, scores + noise.gumbel_rows(keys, token_ids))[1]
+    return argmax(token_ids, noise.gumbel_rows(keys, token_ids).add_(scores))[1]
 
 
 def draw(support: Support, keys: Tensor) -> Tensor:

@@ -41,9 +41,13 @@ class Support:
         columns.clamp_(max=self.token_ids.shape[-1] - 1)
         return columns, self.token_ids.gather(1, columns) == token_ids
 
-    def rows(self, index: Tensor) -> Support:
-        """The rows at ``index`` (bool [n] or int64)."""
-        return Support(self.token_ids[index], self.scores[index], self.is_full)
+    def rows(self, chosen: Tensor) -> Support:
+        """The rows where ``chosen`` [n] bool holds; views where that is all of them."""
+        if bool(chosen.all()):
+            return self
+        scores = self.scores[chosen]
+        token_ids = self.token_ids[:1].expand(scores.shape) if self.is_full else self.token_ids[chosen]
+        return Support(token_ids, scores, self.is_full)
 
 
 def valid_rows(logits: Tensor) -> Tensor:

@@ -236,9 +236,8 @@ def _reject(row: _Row, tokens: Tensor, token_ids: Tensor, probs: Tensor | None) 
             lost = ~kept
             p = target_probs[lost]
             q = torch.zeros_like(p).scatter_add_(1, columns[lost], (draft_probs * found)[lost])
-            keys = row.keys(Purpose.RESIDUAL)[offered][lost]
-            left = rejection.residual(p, q)
-            own[offered.nonzero()[lost, 0]] = sampling.gumbel_argmax(support.token_ids[lost], left.log(), keys)
+            left = Support(support.rows(lost).token_ids, rejection.residual(p, q).log(), support.is_full)
+            own[offered.nonzero()[lost, 0]] = sampling.draw(left, row.keys(Purpose.RESIDUAL)[offered][lost])
     if not bool(offered.all()):
         own[~offered] = row.draw(Purpose.TARGET, ~offered)
     return accepted, own

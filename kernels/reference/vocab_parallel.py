@@ -60,7 +60,7 @@ def local_best(
     positions = range(first_position, first_position + num_rows)
     keys = noise.noise_keys([seed] * num_rows, [choice] * num_rows, positions, Purpose.COUPLED)
     scores = transforms.filtered(logits_shard, temperature=temperature).scores
-    return sampling.argmax(token_ids, scores + noise.gumbel_rows(keys, token_ids))
+    return sampling.argmax(token_ids, noise.gumbel_rows(keys, token_ids).add_(scores))
 
 
 def combine_best(values: Tensor, tokens: Tensor) -> Tensor:

@@ -87,13 +87,21 @@ def rejection_acceptance(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def coupled_acceptance(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Chance that Gumbel-argmax with shared noise agrees: sum_j 1 / sum_i max(p_i / p_j, q_i / q_j) (2408.07978)."""
+    """Chance that Gumbel-argmax with shared noise agrees: sum_j 1 / sum_i max(p_i / p_j, q_i / q_j) (2408.07978).
+
+    With tokens sorted by p / q, the inner maximum is q_i / q_j up to j and p_i / p_j after it. [C, V] → [C].
+    """
     result = np.zeros(len(p))
     for c in range(len(p)):
-        both = np.flatnonzero((p[c] > 0) & (q[c] > 0))
-        likely = both[np.minimum(p[c, both], q[c, both]) > 1e-7]  # the others add less than 1e-7 each
-        for j in likely:
-            result[c] += 1.0 / np.maximum(p[c] / p[c, j], q[c] / q[c, j]).sum()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = p[c] / q[c]
+        order = np.argsort(ratio)  # tokens that neither gives (0 / 0) come last and weigh nothing
+        ranked_p, ranked_q = p[c, order], q[c, order]
+        q_up_to = np.cumsum(ranked_q)
+        p_after = np.cumsum(ranked_p[::-1])[::-1] - ranked_p
+        both = (ranked_p > 0) & (ranked_q > 0)
+        inner = q_up_to[both] / ranked_q[both] + p_after[both] / ranked_p[both]
+        result[c] = (1.0 / inner).sum()
     return result
 
 

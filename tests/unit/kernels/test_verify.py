@@ -292,7 +292,7 @@ def test_equal_distributions_accept_everything() -> None:
 
 @pytest.mark.parametrize("verifier", ["rejection", "coupled"])
 def test_rounds_without_proposals_move_no_stream(verifier: str) -> None:
-    """Case S7: the draw at a position is the same after any number of other draws, and after a full block (the bonus)."""
+    """Case S7: the draw at a position is the same after any number of other draws, and as a full block's bonus."""
     certain = one_hot_logits(1, 2, 3)
     logits = torch.cat([certain, torch.zeros(1, 6)])
     options = {"seed": 11, "verifier": verifier} | PLAIN
@@ -316,7 +316,8 @@ def test_coupled_text_does_not_depend_on_what_was_proposed() -> None:
         text: list[int] = []
         while len(text) < 50:
             t, k = len(text), rng.randrange(0, 9)
-            proposal = [rng.choice((plain + [0] * 10)[t + i : t + i + 1] + [rng.randrange(6)]) for i in range(k)]
+            right = (plain[t : t + k] + [0] * k)[:k]
+            proposal = [rng.choice([token, rng.randrange(6)]) for token in right]
             verdict = verify.verify_chain(logits[t : t + k + 1], proposal, None, **options | {"first_position": t})
             text += [*proposal[: verdict.num_accepted], verdict.next_token]
         assert text[:50] == plain
@@ -326,8 +327,8 @@ def test_shapes_and_settings_are_checked() -> None:
     logits = torch.zeros(3, 6)
     with pytest.raises(ValueError, match="3 logits rows fit 2 proposals"):
         verify.verify_chain(logits, [1], None, seed=1, verifier="greedy", **PLAIN)
+    row = (torch.tensor([1]), torch.tensor([1.0]))
     with pytest.raises(ValueError, match="q rows"):
-        row = (torch.tensor([1]), torch.tensor([1.0]))
         verify.verify_chain(logits, [1, 1], [row], seed=1, verifier="rejection", **PLAIN)
     with pytest.raises(ValueError, match="verifier"):
         verify.verify_chain(logits[:1], [], None, seed=1, verifier="typical", **PLAIN)

@@ -1,5 +1,6 @@
 """Ranks that hold slices of the vocabulary decide as one rank with all of it, bit for bit."""
 
+import itertools
 import math
 
 import pytest
@@ -20,7 +21,7 @@ def split_verdict(
     bounds = [0, *sorted(cuts), logits.shape[-1]]
     pairs = [
         parallel.local_best(logits[:, start:stop], start, verifier=verifier, temperature=temperature, **NAME)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in itertools.pairwise(bounds)
     ]
     values, best = (torch.stack(part) for part in zip(*pairs, strict=True))
     return parallel.verify_best(values, best, tokens, first_position=NAME["first_position"])
@@ -33,11 +34,11 @@ def outcome(call: object) -> object:
         return str(error)
 
 
-VALUES = st.sampled_from([-math.inf, *(0.5 * i for i in range(-4, 5)), *([math.nan] * 1)])
+VALUES = st.sampled_from([-math.inf, *(0.5 * i for i in range(-4, 5)), math.nan])
 
 
 @given(data=st.data(), verifier=st.sampled_from(["greedy", "coupled"]), temperature=st.sampled_from([0.3, 1.0, 2.0]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_slices_decide_as_the_whole(data: st.DataObject, verifier: str, temperature: float) -> None:
     """Ties, bans, NaN rows (needed or not), empty and uneven slices, proposals right and wrong."""
     vocab_size = data.draw(st.integers(1, 20))
