@@ -203,9 +203,7 @@ class DraftBook:
             session.state = SessionState.DRAFTING
         elif told_at is not None:
             draft, latency_s = self.drafts[session.draft_id], now - told_at
-            # A prediction that was far too low is replaced, so that the next round does not wait in vain again.
-            too_low = session.latency_s is not None and latency_s >= give_up_after(session.latency_s)
-            session.latency_s = latency_s if too_low else averaged(session.latency_s, latency_s)
+            session.latency_s = averaged(session.latency_s, latency_s)
             draft.latency_s = averaged(draft.latency_s, latency_s)
         if not session.told:
             session.expected_since = None

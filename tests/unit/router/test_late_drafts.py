@@ -12,6 +12,7 @@ from collections import defaultdict
 
 import pytest
 
+from outrider.router.drafts import EvictionReason
 from outrider.router.scheduler import SchedulerSettings
 
 STEP_S = 1.0
@@ -101,6 +102,15 @@ def test_a_late_draft_still_helps_and_slows_nobody(toy, steps_late: int) -> None
         assert sum(after.rates("d")) > 1.1 * 4 * plain
 
 
+def test_few_prompt_streams_are_not_held_back_for_many_slow_ones(toy) -> None:
+    """Holding each step for the seven slower drafts would make more tokens in all, at the cost of the fast one's."""
+    names = "abcdefgh"
+    before = Simulation(toy, dict.fromkeys(names, 0.01)).run(30)
+    after = Simulation(toy, {**dict.fromkeys(names, 0.4), "a": 0.01}).run(30)
+    assert sum(after.rates("a")) >= 0.95 * sum(before.rates("a"))
+    assert min(after.acceptance(draft_id) for draft_id in names) > 0.0
+
+
 def test_a_fast_draft_is_waited_for(toy) -> None:
     """Steps start when the proposals are there: without a hold each would start with none or one of them."""
     simulation = Simulation(toy, {"a": 0.02}).run(30)
@@ -149,6 +159,39 @@ def test_a_dead_draft_is_replaced_by_another(toy) -> None:
     assert list(other.texts.values()) == [[1, 2, *world.texts["r"]]]
     world.run_to_end()
     world.check_ends()
+
+
+def test_an_evicted_session_is_opened_again_after_ever_longer_pauses(toy) -> None:
+    world = toy.World()
+    draft = world.join("a")
+    world.add("r", [1, 2], max_tokens=60)
+    world.step(0.01)
+    opened = []
+    for _ in range(3):
+        (session_id,) = draft.texts
+        draft.texts.clear()
+        world.scheduler.draft_evicted("a", session_id, EvictionReason.NO_MEMORY, world.now)
+        evicted_at = world.now
+        while not draft.texts:
+            world.step(0.1)
+        opened.append(world.now - evicted_at)
+    assert opened == sorted(opened)
+    assert 0.25 <= opened[0] <= 0.5
+    assert 1.0 <= opened[2] <= 1.3
+
+
+def test_a_text_that_outgrew_a_drafts_context_does_not_go_back_to_it(toy) -> None:
+    world = toy.World()
+    draft = world.join("a")
+    world.add("r", [1, 2], max_tokens=60)
+    world.step()
+    (session_id,) = draft.texts
+    draft.texts.clear()
+    world.scheduler.draft_evicted("a", session_id, EvictionReason.CONTEXT_FULL, world.now)
+    for _ in range(20):
+        world.step(100.0)
+    assert draft.texts == {}
+    assert len(world.texts["r"]) == 21
 
 
 def test_sessions_spread_over_drafts(toy) -> None:

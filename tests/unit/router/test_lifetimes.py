@@ -230,6 +230,19 @@ def test_a_rebuilt_group_without_room_ends_the_request_with_an_error(toy) -> Non
     world.check_ends()
 
 
+def test_after_a_rebuild_requests_go_on_in_their_order(toy) -> None:
+    world = toy.World()
+    for first in (1, 2, 3):
+        world.add(str(first), [first, 9], max_tokens=9)
+    world.step()
+    world.add("4", [4, 9], max_tokens=9)
+    world.group = toy.ToyGroup(world.info)
+    world.scheduler.reset(2, world.info)
+    assert [sequence.tokens[0] for sequence in world.step().sequences] == [1, 2, 3, 4]
+    world.run_to_end()
+    world.check_ends()
+
+
 def test_draft_sessions_survive_a_rebuilt_group(toy) -> None:
     world = toy.World()
     draft = world.join("d")
