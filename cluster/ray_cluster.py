@@ -186,16 +186,22 @@ def require_listener(address: str, timeout_s: float = 5.0) -> None:
 
     Addresses that name no port, such as ``auto``, are left to Ray.
     """
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not port.isdigit():
+    where = host_and_port(address)
+    if where is None:
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+        socket.create_connection(where, timeout_s).close()
     except OSError as error:
         reason = error.strerror or error
         raise Unavailable(
             f"Ray at {address} does not answer ({reason}); start it with `ray start` or correct ray.address"
         ) from error
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Of an address of Ray, or None if it names no port."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    return (host.strip("[]"), int(port)) if port.isdigit() else None
 
 
 def usable_cores() -> int:

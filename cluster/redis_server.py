@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -62,20 +64,26 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+LOOPBACK = "127.0.0.1"
+
+
 class RedisServer:
     """One redis-server process that answers on ``url`` from ``start`` to ``stop``."""
 
     ATTEMPTS = 3  # another process may take the free port first
 
-    def __init__(self, folder: Path, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, folder: Path, *, host: str = LOOPBACK) -> None:
+        """``folder`` takes its log. On another address than the loopback one a password guards it."""
         self._folder = folder
         self._host = host
+        self._password = "" if host == LOOPBACK else secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
 
     @property
     def url(self) -> str:
-        return f"redis://{self._host}:{self.port}/0"
+        login = f":{self._password}@" if self._password else ""
+        return f"redis://{login}{self._host}:{self.port}/0"
 
     @property
     def pid(self) -> int:
@@ -93,12 +101,13 @@ class RedisServer:
         for attempt in range(1, self.ATTEMPTS + 1):
             self.port = port or free_port(self._host)
             self._process = subprocess.Popen(
-                self._command(binary),
-                stdin=subprocess.DEVNULL,
+                [binary, "-"],  # settings on standard input: a command line shows its words to everybody
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in a terminal is for the supervisor, which stops things in order
             )
+            _feed(self._process, self._settings())
             if self._answers_within(timeout_s):
                 return
             status = self._process.poll()
@@ -126,20 +135,20 @@ class RedisServer:
     def _log_file(self) -> Path:
         return self._folder / "redis.log"
 
-    def _command(self, binary: Path) -> list[str]:
+    def _settings(self) -> str:
         options = {
-            "--bind": self._host,
-            "--port": str(self.port),
-            "--dir": str(self._folder),
-            "--logfile": str(self._log_file),
-            "--daemonize": "no",
+            "bind": self._host,
+            "port": str(self.port),
+            "dir": f'"{self._folder}"',
+            "logfile": f'"{self._log_file}"',
+            "daemonize": "no",
             # Membership and leases die with the cluster; nothing is worth a write to disk.
-            "--save": "",
-            "--appendonly": "no",
-            # Only this machine reaches 127.0.0.1; on another address the network is trusted, as for gRPC.
-            "--protected-mode": "yes" if self._host == "127.0.0.1" else "no",
+            "save": '""',
+            "appendonly": "no",
         }
-        return [str(binary), *(part for option in options.items() for part in option)]
+        if self._password:
+            options["requirepass"] = self._password
+        return "".join(f"{name} {value}\n" for name, value in options.items())
 
     def _answers_within(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -148,10 +157,38 @@ class RedisServer:
                 with socket.create_connection((self._host, self.port), timeout=1.0) as connection:
                     connection.settimeout(1.0)
                     # The process id tells our server from another one that took the port.
-                    connection.sendall(b"INFO server\r\n")
-                    if f"process_id:{self.pid}\r\n".encode() in connection.recv(1 << 16):
+                    login = f"AUTH {self._password}\r\n" if self._password else ""
+                    connection.sendall(f"{login}INFO server\r\n".encode())
+                    if _receives(connection, f"process_id:{self.pid}\r\n".encode()):
                         return True
             except OSError:
                 pass
             time.sleep(0.02)
         return False
+
+
+def _feed(process: subprocess.Popen[bytes], settings: str) -> None:
+    if process.stdin is None:
+        raise RuntimeError("the process has no standard input")
+    with contextlib.suppress(BrokenPipeError):  # it ended at once: its status says so
+        process.stdin.write(settings.encode())
+        process.stdin.close()
+
+
+def _receives(connection: socket.socket, wanted: bytes) -> bool:
+    """Whether the answer holds the bytes. Raises ``OSError`` where it stops coming."""
+    answer = b""
+    while wanted not in answer:
+        part = connection.recv(1 << 16)
+        if not part or len(answer) > 1 << 16:
+            return False
+        answer += part
+    return True
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that another one sees; nothing is sent. Raises ``OSError`` without a route."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

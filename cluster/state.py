@@ -135,7 +135,7 @@ class StateFolder:
         Raises ``Conflict`` if another one lives, ``ConfigError`` if the folder cannot be written.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a Redis password may lie in it
             lock = (self.path / "lock").open("a+")
         except OSError as error:
             raise ConfigError(

@@ -24,8 +24,8 @@ from outrider.cluster.checks import check_models, check_router_port
 from outrider.cluster.config import ClusterConfig, load_config
 from outrider.cluster.draft_pool import DraftProcess
 from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, threads_per_actor
-from outrider.cluster.ray_cluster import RayCluster
-from outrider.cluster.redis_server import RedisServer
+from outrider.cluster.ray_cluster import RayCluster, host_and_port
+from outrider.cluster.redis_server import LOOPBACK, RedisServer, address_towards
 from outrider.cluster.registry import Registry, masked
 from outrider.cluster.report import Reporter, output_to
 from outrider.cluster.router_process import RouterProcess
@@ -134,12 +134,23 @@ class Supervisor:
         if url is not None:
             self._reporter.progress(f"using Redis at {masked(url)}")
         else:
-            self._redis = RedisServer(self._folder.path / "redis")
+            self._redis = RedisServer(self._folder.path / "redis", host=self._redis_host())
             await asyncio.to_thread(self._redis.start)
             url = self._redis.url
-            self._reporter.progress(f"started Redis at {url}")
+            self._reporter.progress(f"started Redis at {masked(url)}")
         self._remember(redis_url=url)
         return url
+
+    def _redis_host(self) -> str:
+        """Where the nodes of a Ray cluster that was joined reach this machine; they may be other ones."""
+        address = self._config.ray.address
+        where = host_and_port(address) if address is not None else None
+        if where is None:
+            return LOOPBACK
+        try:
+            return address_towards(*where)
+        except OSError as error:
+            raise Unavailable(f"Ray at {address} cannot be reached ({error.strerror}); correct ray.address") from error
 
     async def _start_ray(self) -> ClusterPlacement:
         placement = plan_placement(self._config)

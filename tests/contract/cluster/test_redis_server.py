@@ -6,10 +6,11 @@ import os
 import stat
 from pathlib import Path
 
+import psutil
 import pytest
 
 from outrider.cluster import redis_server as module
-from outrider.cluster.redis_server import RedisServer, find_redis_server, redis_server_version
+from outrider.cluster.redis_server import RedisServer, address_towards, find_redis_server, redis_server_version
 from outrider.cluster.registry import Registry
 from outrider.cluster.state import process_start_ticks
 from outrider.core.errors import ConfigError, Unavailable
@@ -53,6 +54,27 @@ async def test_it_can_come_back_on_its_port(tmp_path: Path) -> None:
             await registry.check()
     finally:
         server.stop()
+
+
+async def test_on_another_address_a_password_guards_it(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, host="127.0.0.2")
+    server.start()
+    try:
+        async with Registry(server.url, "c") as registry:
+            await registry.check()
+        async with Registry(f"redis://127.0.0.2:{server.port}/0", "c") as stranger:
+            with pytest.raises(Unavailable, match="authenticate"):
+                await stranger.check()
+        words = " ".join(psutil.Process(server.pid).cmdline())
+        password = server.url.partition("://:")[2].partition("@")[0]
+        assert len(password) >= 24
+        assert password not in words
+    finally:
+        server.stop()
+
+
+def test_the_address_towards_this_machine_is_its_own() -> None:
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
 
 
 def test_an_old_server_on_the_path_gives_way_to_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
