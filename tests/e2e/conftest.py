@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ class Cluster:
     name: str
     settings_file: Path
     environment: dict[str, str]
+    # Words before each command, such as those that take it to another host.
+    prefix: list[str] = field(default_factory=list)
 
     def outrider(
         self, *args: str, timeout_s: float = RUN_TIMEOUT_S, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run the command line. Nothing is checked."""
-        command = [sys.executable, "-P", "-m", "outrider.cluster.cli", *args]
+        command = [*self.prefix, sys.executable, "-P", "-m", "outrider.cluster.cli", *args]
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False, **options
         )
