@@ -62,8 +62,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 def group_status(group: Group) -> admin_pb2.GroupStatus:
     """The group as it is; where no target was attached yet, its state only."""
-    status = admin_pb2.GroupStatus(state=group.state)
-    record, info, scheduler = group.record, group.info, group.scheduler
+    status = admin_pb2.GroupStatus(state=group.target.state)
+    record, info, scheduler = group.target.record, group.info, group.scheduler
     if info is None or scheduler is None:
         return status
     snapshot = scheduler.snapshot()

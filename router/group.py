@@ -14,14 +14,13 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 
-from outrider.cluster.registry import Record, Registry
-from outrider.core.errors import Conflict, GroupError, NotFound, OutriderError, Unavailable
+from outrider.cluster.registry import Registry
+from outrider.core.errors import ConfigError, Conflict, GroupError, NotFound, OutriderError, Unavailable
 from outrider.core.plan import GroupInfo, RankReport, StepResult
 from outrider.core.proposal import Proposal
+from outrider.router.attachment import AttachmentSettings, TargetAttachment
 from outrider.router.draft_pool import DraftPool
 from outrider.router.drafts import DraftFacts, EvictionReason
-from outrider.router.lease import GroupLease
-from outrider.router.membership import follow_members
 from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
 from outrider.router.scheduler import Scheduler, SchedulerSettings
 from outrider.router.target_stream import TargetStream
@@ -33,32 +32,26 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class GroupSettings:
+class GroupSettings(AttachmentSettings):
     """Times, in seconds.
 
     Attributes:
         step_timeout_s: a step that takes longer ends the stream to the target.
-        attach_timeout_s: the same for attaching.
-        grace_s: how long requests wait for a lost target to come back before they fail.
-        poll_s: how often the registry is read.
-        retry_s: pause before a target is tried again.
         keep_s: how long the output of a finished request can still be watched.
     """
 
     step_timeout_s: float = 130.0
-    attach_timeout_s: float = 10.0
-    grace_s: float = 60.0
-    poll_s: float = 0.25
-    retry_s: float = 0.2
     keep_s: float = 60.0
 
 
 class Group:
     """One target group and everything that runs on it. ``run`` it as a task; then ``submit`` and ``watch``.
 
+    Requests wait for a lost target to come back; after the grace time they fail.
+
     Attributes:
-        state: "waiting for a target", "ready", "lost: ..." or "refused: ...".
-        record: what the registry says of the attached target, or of the last one.
+        target: where the target is and how it is.
+        ranks: what each rank reported last.
     """
 
     def __init__(
@@ -70,8 +63,7 @@ class Group:
         *,
         scheduler_id: str,
     ) -> None:
-        self.state = "waiting for a target"
-        self.record: Record = {}
+        self.target = TargetAttachment(registry, settings, scheduler_id=scheduler_id)
         self.ranks: tuple[RankReport, ...] = ()
         self._registry = registry
         self._tokenizer = tokenizer
@@ -80,14 +72,10 @@ class Group:
         self._scheduler_id = scheduler_id
         self._scheduler: Scheduler | None = None
         self._drafts: DraftPool | None = None
-        self._stream: TargetStream | None = None
-        self._lost_at = time.monotonic()
+        self._tasks: asyncio.TaskGroup | None = None
         self._transcripts: dict[str, Transcript] = {}
         self._generations = itertools.count(1)
-        self._newest: Record | None = None  # the target's newest record
-        self._min_epoch = 0  # older records are of groups that failed
         self._wake = asyncio.Event()
-        self._lease: GroupLease | None = None
 
     @property
     def info(self) -> GroupInfo | None:
@@ -104,7 +92,7 @@ class Group:
 
     @property
     def is_attached(self) -> bool:
-        return self._stream is not None
+        return self.target.state == "ready"
 
     @property
     def num_unfinished(self) -> int:
@@ -118,7 +106,7 @@ class Group:
         Raises ``InvalidRequest``, ``Overloaded``, ``Conflict`` or ``Unavailable``, and then changes nothing.
         """
         scheduler = self._scheduler
-        if scheduler is None or self._is_given_up():
+        if scheduler is None or self.target.is_given_up:
             raise Unavailable(self._why_unavailable())
         known = self._transcripts.get(request.request_id)
         if known is not None and known.finished_at is None:
@@ -194,27 +182,11 @@ class Group:
     async def run(self) -> None:
         """Serve until cancelled; then every request that runs fails with ``Unavailable``."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow_target(), name="follow target")
-                tasks.create_task(self._tick(), name="tick")
-                tasks.create_task(self._keep_attached(tasks), name="keep attached")
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._tick(), name="tick")
+                self._tasks.create_task(self.target.run(self._serve), name="target")
         finally:
-            if self._lease is not None:
-                await self._lease.release()
-            self.state = "stopped"
             self.fail_all(Unavailable("the router is shutting down; send the request again"))
-
-    async def _follow_target(self) -> None:
-        async for records in follow_members(self._registry, "target", self._settings.poll_s):
-            group_id = self.record.get("group_id")
-            fitting = [record for record in records.values() if group_id in (None, record["group_id"])]
-            if not fitting:
-                continue
-            newest = min(fitting, key=lambda record: (record["group_id"], -record["epoch"]))
-            self._newest = newest
-            if self._stream is not None and newest["epoch"] > self._stream.epoch:
-                self._stream.end(f"epoch {newest['epoch']} of group {newest['group_id']} has taken over")
-            self._wake.set()
 
     async def _tick(self) -> None:
         """Deadlines and the grace time pass even while a step runs or no target is there."""
@@ -224,79 +196,23 @@ class Group:
             if self._scheduler is not None:
                 self._deliver(self._scheduler.expire(now))
                 self._send_to_drafts()
-            if self._is_given_up() and self.num_unfinished:
+            if self.target.is_given_up and self.num_unfinished:
                 self.fail_all(Unavailable(self._why_unavailable()))
             for request_id, transcript in list(self._transcripts.items()):
                 if transcript.finished_at is not None and now - transcript.finished_at > self._settings.keep_s:
                     del self._transcripts[request_id]
 
-    async def _keep_attached(self, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            record = await self._next_record()
-            if self._lease is None:
-                self._lease = GroupLease(self._registry, record["group_id"], self._scheduler_id)
-                await self._lease.acquire()
-                tasks.create_task(self._lease.keep(self._lose_lease), name="lease")
-                record = await self._next_record()
-            stream = TargetStream(record["address"], scheduler_id=self._scheduler_id, epoch=record["epoch"])
-            try:
-                info = await stream.attach(self._settings.attach_timeout_s)
-                self._attached(stream, record, info)
-                if self._drafts is None:
-                    self._drafts = DraftPool(
-                        self._registry, self, scheduler_id=self._scheduler_id, info=info, poll_s=self._settings.poll_s
-                    )
-                    tasks.create_task(self._drafts.run(), name="drafts")
-                self._drafts.epoch = stream.epoch
-                await self._drive(stream)
-            except Unavailable as error:
-                self._detached(f"lost: {error}")
-            except GroupError as error:
-                # It said that it cannot go on: wait for the rebuilt group.
-                self._min_epoch = record["epoch"] + 1
-                self._detached(f"lost: {error}")
-            finally:
-                self._stream = None
-                await stream.close()
-            await asyncio.sleep(self._settings.retry_s)
-
-    async def _next_record(self) -> Record:
-        while True:
-            self._wake.clear()
-            fresh = self._newest is not None and self._newest["epoch"] >= self._min_epoch
-            if self._newest is not None and fresh and (self._lease is None or self._lease.is_held):
-                return self._newest
-            await self._wake.wait()
-
-    def _lose_lease(self, reason: str) -> None:
-        if self._stream is not None:
-            self._stream.end(reason)
-
-    def _attached(self, stream: TargetStream, record: Record, info: GroupInfo) -> None:
+    async def _serve(self, stream: TargetStream, info: GroupInfo) -> None:
+        """Run steps on an attached target until its stream breaks."""
         if info.tokenizer_fingerprint != self._tokenizer.fingerprint:
-            raise Unavailable(
+            raise ConfigError(
                 f"the target's tokenizer {info.tokenizer_fingerprint} is not the router's "
                 f"{self._tokenizer.fingerprint}; both must read the same model folder"
             )
-        if self._scheduler is None:
-            self._scheduler = Scheduler(
-                info, self._scheduler_settings, epoch=stream.epoch, make_cutter=self._make_cutter
-            )
-        else:
-            self._deliver(self._scheduler.reset(stream.epoch, info))
+        scheduler = self._begin(stream.epoch, info)
         stream.when_over(self._wake.set)
-        self._stream, self.record, self.state = stream, record, "ready"
+        self.target.state = "ready"
         log.info("attached to %s at %s, epoch %d: %s", info.group_id, stream.address, stream.epoch, info.model)
-
-    def _detached(self, state: str) -> None:
-        if self._stream is not None:
-            self._lost_at = time.monotonic()
-        if state != self.state:
-            log.warning("target %s", state)
-        self.state = state
-
-    async def _drive(self, stream: TargetStream) -> None:
-        scheduler = self._scheduling
         while True:
             self._wake.clear()
             stream.check()
@@ -309,6 +225,21 @@ class Group:
                 continue
             result = await stream.step(plan, self._settings.step_timeout_s)
             self._completed(scheduler, result)
+
+    def _begin(self, epoch: int, info: GroupInfo) -> Scheduler:
+        """The scheduler for a target that was just attached; running requests start over on it."""
+        if self._scheduler is None:
+            self._scheduler = Scheduler(info, self._scheduler_settings, epoch=epoch, make_cutter=self._make_cutter)
+        else:
+            self._deliver(self._scheduler.reset(epoch, info))
+        if self._drafts is None and self._tasks is not None:
+            self._drafts = DraftPool(
+                self._registry, self, scheduler_id=self._scheduler_id, info=info, poll_s=self._settings.poll_s
+            )
+            self._tasks.create_task(self._drafts.run(), name="drafts")
+        if self._drafts is not None:
+            self._drafts.epoch = epoch
+        return self._scheduler
 
     def _completed(self, scheduler: Scheduler, result: StepResult) -> None:
         try:
@@ -370,8 +301,5 @@ class Group:
             raise NotFound(f"no request {request_id} is known here")
         return transcript
 
-    def _is_given_up(self) -> bool:
-        return self._stream is None and time.monotonic() - self._lost_at > self._settings.grace_s
-
     def _why_unavailable(self) -> str:
-        return f"no target group serves this cluster ({self.state}); see `outrider status`, and try again later"
+        return f"no target group serves this cluster ({self.target.state}); see `outrider status`, and try again later"

@@ -266,7 +266,7 @@ async def test_a_group_failure_waits_for_the_next_epoch(world: Any) -> None:
     client = await world.client(server)
     task = await start(world, client, target, max_tokens=100)
     target.fail("rank 1 holds other lengths than rank 0")
-    await world.until(lambda: "rank 1 holds other lengths" in server.group.state, "the failure is seen")
+    await world.until(lambda: "rank 1 holds other lengths" in server.group.target.state, "the failure is seen")
     await asyncio.sleep(0.3)
     assert target.num_attached == 1, "a failed group was attached again"
     await world.target(epoch=2)
@@ -278,7 +278,7 @@ async def test_a_stream_that_breaks_is_attached_again(world: Any) -> None:
     server = await world.router()
     client = await world.client(server)
     task = await start(world, client, target, max_tokens=80)
-    server.group._stream.end("cut by the test")
+    server.group.target.stream.end("cut by the test")
     assert list((await task).token_ids) == expected(80)
     assert target.num_attached == 2
     assert target.faults == []
@@ -331,8 +331,9 @@ async def test_nan_rows_of_the_target_fail_that_request_only(world: Any) -> None
 async def test_a_target_with_another_tokenizer_is_not_attached(world: Any) -> None:
     await world.target(fingerprint="f" * 64)
     server = await world.router(wait=False)
-    await world.until(lambda: "f" * 64 in server.group.state, "the state names the fingerprint")
-    assert world.fingerprint in server.group.state
+    await world.until(lambda: server.group.target.state.startswith("refused: "), "the target is refused")
+    assert "f" * 64 in server.group.target.state
+    assert world.fingerprint in server.group.target.state
     assert not server.group.is_attached
 
 
