@@ -4,8 +4,8 @@
     python scripts/compare_with_transformers.py MODEL_DIR --reference-only --cache FILE
 
 For each prompt the tokens must be equal; where they differ, the gap between the two best logits of transformers at the
-first difference is shown. Equal logits up to rounding may order two tokens differently, so a gap below ``--max-gap`` is an
-explanation and anything else a failure. Exit code 0 only if every prompt is equal or explained.
+first difference is shown. Logits that are equal up to rounding may order two tokens differently, so a gap below
+``--max-gap`` is an explanation and anything else a failure. Exit code 0 only if every prompt is equal or explained.
 
 The reference is slow (one forward pass for each token, in float32), so ``--cache`` keeps it in a file.
 """
@@ -121,10 +121,11 @@ def main() -> int:
     else:
         for outcome in report:
             speculation = outcome["speculation"]
+            rate = speculation["draft_acceptance_rate"]
             where = f" at token {outcome['first_difference']}, gap {outcome['gap']:.2e}" if "gap" in outcome else ""
             print(
                 f"{outcome['verdict']:9} {outcome['tokens']:3} tokens{where}  "
-                f"acceptance {speculation['draft_acceptance_rate']:.2f}, "
+                f"acceptance {'none' if rate is None else format(rate, '.2f')}, "
                 f"{speculation['target_calls']} target calls  {outcome['prompt']!r:.40}"
             )
     return 0 if all(outcome["verdict"] != "different" for outcome in report) else 1
