@@ -441,7 +441,7 @@ SMALL = (
     Scenario("coupled-k8", "coupled", 8, vocab_size=4, length=6, temperature=1.3, top_p=0.9, model_seed=9),
     Scenario("coupled-v32", "coupled", 2, vocab_size=32, temperature=1.5, model_seed=10),
 )
-_FULL = Scenario("", "", 2, vocab_size=151_936, num_texts=120, batch=1, length=4)
+_FULL = Scenario("", "", 2, vocab_size=151_936, num_texts=100, batch=1, length=4)
 FULL = (
     replace(_FULL, name="full-rejection", verifier="rejection", temperature=0.9, model_seed=11),
     replace(_FULL, name="full-coupled", verifier="coupled", model_seed=12),

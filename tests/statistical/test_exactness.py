@@ -1,7 +1,8 @@
 """Committed text follows the target's own distribution: rejection and coupled, small vocabularies and a full one.
 
-The one-hot scenario is the right side of case S4: a draft that proposes its argmax says so, and the text is exact. Judge,
-scenarios and false-alarm rate are described in ``harness``; what the judge can see is shown by ``test_planted_bugs``.
+The one-hot scenario is the right side of case S4: a draft that proposes its argmax says so, and the text is exact.
+Judge, scenarios and false-alarm rate are described in ``harness``; what the judge can see is shown by
+``test_planted_bugs``.
 """
 
 from dataclasses import replace
