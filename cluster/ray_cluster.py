@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from outrider.cluster.config import RayConfig
 from outrider.cluster.placement import NodeFacts, Resources, shortage
 from outrider.core.errors import ConfigError, GroupError, OutriderError, Unavailable
 
 OBJECT_STORE_BYTES = 80 << 20  # tensors never go through Ray; this is about the least that it takes
+EXIT_TIMEOUT_S = 5.0  # for processes that were told to go
 
 
 class Hosted:
@@ -45,6 +48,7 @@ class RayCluster:
         self._namespace = f"outrider-{cluster}"
         self.address = ""
         self.scratch: Path | None = None  # to remove after ``stop``
+        self._roots: list[psutil.Process] = []  # what a local Ray started at first; the rest descends from it
 
     @property
     def is_local(self) -> bool:
@@ -64,6 +68,9 @@ class RayCluster:
             require_listener(self._config.address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if self.is_local:
+            # Ray replaces a loopback address by the one of the network unless it believes to be on a desktop system.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         import ray
 
         options: dict[str, Any] = {"namespace": self._namespace, "log_to_driver": True, "logging_level": "WARNING"}
@@ -75,16 +82,19 @@ class RayCluster:
                 # CPUs are what Ray counts actors by; threads are shared out by ``threads_per_actor``.
                 "num_cpus": self._config.num_cpus or max(usable_cores(), num_actors),
                 "_temp_dir": str(self.scratch),
-                "_node_ip_address": "127.0.0.1",
+                "_node_ip_address": "127.0.0.1",  # nothing of a cluster on one machine is to be reached from outside
             }
         else:
             options["address"] = self._config.address
+        before = set(psutil.Process().children())
         try:
             ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = "a local Ray" if self.is_local else f"Ray at {self._config.address} (ray.address)"
             raise Unavailable(f"{where} cannot be used: {first_line(error)}") from error
         self.address = ray.get_runtime_context().gcs_address
+        if self.is_local:
+            self._roots = [child for child in psutil.Process().children() if child not in before]
 
     def nodes(self) -> list[NodeFacts]:
         """The living nodes, in order of their ids."""
@@ -126,8 +136,15 @@ class RayCluster:
         """Leave, and end a local Ray with all of its processes."""
         import ray
 
+        processes = [process for root in self._roots for process in family(root)]
         with contextlib.suppress(SystemExit):
             ray.shutdown()
+        # Ray tells its workers to go and does not look whether they do; on a busy machine that takes them seconds.
+        _, alive = psutil.wait_procs(processes, timeout=EXIT_TIMEOUT_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=EXIT_TIMEOUT_S)
 
 
 class Actor:
@@ -179,6 +196,14 @@ class Actor:
         import ray
 
         ray.kill(self._handle, no_restart=True)
+
+
+def family(root: psutil.Process) -> list[psutil.Process]:
+    """A process and all that descend from it, as far as they are still there."""
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def require_listener(address: str, timeout_s: float = 5.0) -> None:

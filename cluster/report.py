@@ -8,38 +8,40 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 Event = Literal["progress", "ready", "error"]
 
 
 class Reporter:
-    """Writes events to a stream; a reader that went away is no fault."""
+    """Writes events to a file descriptor, which it owns; a reader that went away is no fault."""
 
-    def __init__(self, stream: TextIO, *, as_records: bool) -> None:
-        self._stream: TextIO | None = stream
+    def __init__(self, descriptor: int, *, as_records: bool) -> None:
+        self._descriptor: int | None = descriptor
         self._as_records = as_records
+        os.set_inheritable(descriptor, False)
 
     def progress(self, line: str) -> None:
         self._say("progress", line)
 
     def ready(self, address: str) -> None:
-        """Last event of a start that went well. ``address`` is the router's."""
+        """The start went well; ``address`` is the router's. Records end here: whoever waits for them goes on."""
         self._say("ready", address)
+        if self._as_records:
+            self.close()
 
     def error(self, line: str) -> None:
-        """Last event of a start that failed."""
+        """The start, or what came after it, failed."""
         self._say("error", line)
 
     def close(self) -> None:
         """Nothing is written from here on."""
-        if self._stream is not None and self._as_records:
-            with contextlib.suppress(OSError):
-                self._stream.close()
-            self._stream = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _say(self, event: Event, line: str) -> None:
-        if self._stream is None:
+        if self._descriptor is None:
             return
         if self._as_records:
             text = json.dumps([event, line])
@@ -48,9 +50,9 @@ class Reporter:
         else:
             text = f"error: {line}" if event == "error" else line
         try:
-            print(text, file=self._stream, flush=True)
-        except (OSError, ValueError):
-            self._stream = None
+            os.write(self._descriptor, f"{text}\n".encode())
+        except OSError:
+            self.close()
 
 
 def read_record(line: str) -> tuple[Event, str] | None:

@@ -127,7 +127,6 @@ class Supervisor:
         await router.wait_ready(len(self._drafts))
         self._remember(phase="ready", router_address=router.address)
         self._reporter.ready(router.address)
-        self._reporter.close()
 
     async def _start_redis(self) -> str:
         url = self._config.redis.url
@@ -280,30 +279,29 @@ def supervise(settings_file: Path, *, report_fd: int | None = None) -> int:
     Progress goes to the standard error of before, or as records to ``report_fd``.
     """
     settings_file = settings_file.resolve()
-    number = os.dup(2) if report_fd is None else report_fd
-    os.set_inheritable(number, False)
-    with os.fdopen(number, "w") as stream:
-        reporter = Reporter(stream, as_records=report_fd is not None)
-        try:
-            config = load_config(settings_file)
-            folder = StateFolder(config.cluster)
-            with folder.hold(), output_to(folder.log_file, for_good=report_fd is not None):
-                logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-                check_models(config)
-                check_router_port(config)
-                # Ray puts the working directory on the workers' import path: let there be nothing to import.
-                os.chdir(folder.path)
-                # Programs of this virtual environment, such as ninja, also where it was not activated.
-                os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-                try:
-                    asyncio.run(Supervisor(config, settings_file, folder, reporter).run())
-                except OutriderError as error:
-                    log.error("%s", error)
-                    raise
-        except OutriderError as error:
-            reporter.error(str(error))
-            return 1
-        return 0
+    reporter = Reporter(os.dup(2) if report_fd is None else report_fd, as_records=report_fd is not None)
+    try:
+        config = load_config(settings_file)
+        folder = StateFolder(config.cluster)
+        with folder.hold(), output_to(folder.log_file, for_good=report_fd is not None):
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+            check_models(config)
+            check_router_port(config)
+            # Ray puts the working directory on the workers' import path: let there be nothing to import.
+            os.chdir(folder.path)
+            # Programs of this virtual environment, such as ninja, also where it was not activated.
+            os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+            try:
+                asyncio.run(Supervisor(config, settings_file, folder, reporter).run())
+            except OutriderError as error:
+                log.error("%s", error)
+                raise
+    except OutriderError as error:
+        reporter.error(str(error))
+        return 1
+    finally:
+        reporter.close()
+    return 0
 
 
 def main() -> int:

@@ -84,7 +84,7 @@ def test_the_prompt_comes_from_standard_input_as_it_is(running_cluster: Cluster)
 def test_stop_strings_and_max_tokens_end_the_text(running_cluster: Cluster) -> None:
     whole = running_cluster.generate(PROMPT, *SAMPLED)
     stop = whole["text"][3:5]
-    cut = running_cluster.generate(PROMPT, *SAMPLED, "--stop", "\x00never", "--stop", stop)
+    cut = running_cluster.generate(PROMPT, *SAMPLED, "--stop", "never in this text", "--stop", stop)
     assert (cut["finish_reason"], cut["matched_stop"]) == ("stop", stop)
     assert cut["text"] == whole["text"][: whole["text"].index(stop)]
     one = running_cluster.generate(PROMPT, "--temperature", "0.8", "--seed", "7", "--max-tokens", "1")
