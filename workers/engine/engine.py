@@ -18,7 +18,7 @@ from outrider.workers.engine.kv_cache import KVCache, default_num_blocks, free_m
 from outrider.workers.engine.linear import MIN_ROWS
 from outrider.workers.engine.loading import ModelShape, load_model, read_model_config
 from outrider.workers.engine.parallel import Parallel
-from outrider.workers.engine.selfcheck import linears_are_row_invariant
+from outrider.workers.engine.selfcheck import activations_are_row_invariant, linears_are_row_invariant, row_counts
 
 logger = logging.getLogger(__name__)
 
@@ -182,11 +182,12 @@ class Engine:
             return 0  # libraries for accelerators choose a product's algorithm by its shape
         parts = (self._decoder, self._head)
         linears = linears_are_row_invariant(parts, self.max_num_batched_tokens, self.dtype, self.device)
+        elementwise = activations_are_row_invariant(self._decoder, row_counts(self.max_num_batched_tokens), self.dtype)
         length = min(PROBE_LENGTH, self.max_num_batched_tokens, self.max_model_len)
         together = self._probe([length])
         apart = [self._probe([1] * length), self._probe([2] * (length // 2) + [length % 2] * (length % 2))]
         same = all(torch.equal(together, other) for other in apart)
-        return int(linears and same and self.parallel.order_fixed)
+        return int(linears and elementwise and same and self.parallel.order_fixed)
 
 
 def _device(name: str) -> torch.device:

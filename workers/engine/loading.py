@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from outrider.cluster.config import EngineConfig
 from outrider.core.errors import ConfigError
 from outrider.workers.engine import shm
+from outrider.workers.engine.activations import replace_activations
 from outrider.workers.engine.attention import IMPLEMENTATION, register_attention
 from outrider.workers.engine.linear import (
     PackedLinear,
@@ -155,6 +156,8 @@ def load_model(
     if not packed and device.type == "cpu":
         logger.warning("oneDNN packs no %s weights on this machine; results will depend on the batch", dtype)
     _replace_layers(decoder, parallel, dtype, device, packed=packed)
+    if device.type == "cpu":
+        replace_activations(decoder)
     head = VocabParallelHead(
         weight.to(device), None if bias is None else bias.to(device), vocab_size, parallel, dtype, packed=packed
     )

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from outrider.workers.engine.activations import is_activation
 from outrider.workers.engine.linear import PackedLinear
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 192, 256)
 NUM_COMPARED = 12
+MAX_ACTIVATION_ROWS = 65
 # Products that take longer than some tenths of a second are left out: it is the large head that they would test.
 MAX_MULTIPLICATIONS = 4_000_000_000
 
@@ -34,6 +36,24 @@ def linear_is_row_invariant(
         out: Tensor = layer.multiply(rows[:count], None)
         if not torch.equal(out[:NUM_COMPARED], reference[:count]):
             return False
+    return True
+
+
+def activations_are_row_invariant(model: nn.Module, counts: Iterable[int], dtype: torch.dtype) -> bool:
+    """Whether each kind of activation gives a row the same bits at every count, for every width in the model.
+
+    The last rows are the ones that fall behind the last whole vector, so each count compares all of its rows.
+    """
+    kinds = {type(module): module for module in model.modules() if is_activation(module)}
+    widths = {layer.out_features for layer in model.modules() if isinstance(layer, PackedLinear)}
+    few = [count for count in counts if count <= MAX_ACTIVATION_ROWS]
+    for width in sorted(widths):
+        generator = torch.Generator().manual_seed(width)
+        rows = torch.randn(max(few) + 1, width, generator=generator).to(dtype)
+        for activation in kinds.values():
+            alone = torch.cat([activation(row[None]) for row in rows])
+            if not all(torch.equal(activation(rows[:count].contiguous()), alone[:count]) for count in few):
+                return False
     return True
 
 
