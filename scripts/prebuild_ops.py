@@ -7,6 +7,7 @@ stays in torch's folder for extensions, and later calls find it there.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 
@@ -18,6 +19,7 @@ from outrider.workers.engine.shm import build_operator
 def main() -> int:
     if torch.cuda.is_available():
         return 0  # ranks on GPUs use NCCL
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no other
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     print("compiling DeepSpeed's shared-memory all-reduce (a minute or two, the first time only)", flush=True)
     started = time.monotonic()
