@@ -20,18 +20,15 @@ def decide(plan: StepPlan, admission: Admission, exchanged: Exchanged) -> tuple[
     results = [SequenceResult(sequence.seq_id, sequence.generation) for sequence in plan.sequences]
     for refused in admission.refused:
         results[refused.index] = _error(refused.plan, SequenceError.INVALID_PLAN, refused.message)
-    num_best = num_full = 0
+    taken = {True: 0, False: 0}  # rows of either tensor that earlier sequences took, whatever became of those
     for span in wanted_rows(admission.admitted):
-        num_rows = span.stop - span.start
         sequence = span.sequence
+        best_only = needs_best_only(sequence.sampling)
+        start = taken[best_only]
+        taken[best_only] = stop = start + span.stop - span.start
         try:
-            if needs_best_only(sequence.sampling):
-                verdict = _from_pairs(span, exchanged, slice(num_best, num_best + num_rows))
-                num_best += num_rows
-            else:
-                rows = slice(num_full, num_full + num_rows)
-                num_full += num_rows
-                verdict = _from_logits(span, exchanged, rows)
+            from_exchanged = _from_pairs if best_only else _from_logits
+            verdict = from_exchanged(span, exchanged, slice(start, stop))
             accepted = proposal_of(sequence.plan)[: verdict.num_accepted]
             results[sequence.index] = SequenceResult(
                 sequence.plan.seq_id,

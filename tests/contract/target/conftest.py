@@ -170,9 +170,9 @@ class Group:
         """In peace, and in the order that the supervisor would take. Every process must end by itself."""
         try:
             for rank in self.ranks:
-                rank.call("stop", timeout=20)
+                rank.call("stop", timeout=60)
                 rank.connection.close()
-            codes = [rank.process.wait(timeout=20) for rank in self.ranks]
+            codes = [rank.process.wait(timeout=90) for rank in self.ranks]
             assert codes == [0] * self.world_size, "\n".join(rank.tail() for rank in self.ranks)
         finally:
             self.kill()

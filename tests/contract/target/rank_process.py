@@ -5,6 +5,7 @@ Settings may plant a fault, which the shard itself knows nothing about.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -92,6 +93,7 @@ def main() -> None:
             try:
                 method, args = connection.recv()
             except EOFError:
+                faulthandler.dump_traceback_later(30)  # the log says what a process that does not end is doing
                 return
             try:
                 value = getattr(shard, method)(*args)

@@ -192,4 +192,4 @@ def test_a_rejected_row_is_not_looked_at(
 
 def test_ranks_with_different_models_do_not_start(model_dir: str, group_class: Any) -> None:
     with pytest.raises(RuntimeError, match="loaded another model or other settings than rank 0"):
-        group_class(model_dir, 2, last={"num_kv_blocks": 32})
+        group_class(model_dir, 2, last={"max_num_batched_tokens": 32})
