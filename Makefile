@@ -12,6 +12,10 @@ export PYTHONSAFEPATH := 1
 # Tools that start other tools (ninja, ray, redis-server) find them in the same place.
 export PATH := $(abspath $(BIN)):$(PATH)
 
+# gRPC reports each stream that a peer ends, which tests do on purpose.
+GRPC_VERBOSITY ?= ERROR
+export GRPC_VERBOSITY
+
 STAMP := $(VENV)/.up-to-date
 
 .DEFAULT_GOAL := help
