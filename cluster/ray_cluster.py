@@ -71,6 +71,9 @@ class RayCluster:
         if self.is_local:
             # Ray replaces a loopback address by the one of the network unless it believes to be on a desktop system.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        elif has_ray_token():
+            # As `ray start` does. `ray.init` would leave the token of a cluster that it joins unused.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         options: dict[str, Any] = {"namespace": self._namespace, "log_to_driver": True, "logging_level": "WARNING"}
@@ -90,8 +93,12 @@ class RayCluster:
         try:
             ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            where = "a local Ray" if self.is_local else f"Ray at {self._config.address} (ray.address)"
-            raise Unavailable(f"{where} cannot be used: {first_line(error)}") from error
+            if self.is_local:
+                raise Unavailable(f"a local Ray does not start: {first_line(error)}") from error
+            raise Unavailable(
+                f"Ray at {self._config.address} cannot be joined: {first_line(error)}; see ray.address, "
+                "and where its token authentication is on, RAY_AUTH_TOKEN"
+            ) from error
         self.address = ray.get_runtime_context().gcs_address
         if self.is_local:
             self._roots = [child for child in psutil.Process().children() if child not in before]
@@ -227,6 +234,14 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     """Of an address of Ray, or None if it names no port."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     return (host.strip("[]"), int(port)) if port.isdigit() else None
+
+
+def has_ray_token() -> bool:
+    """Whether this user has a token for Ray clusters, in the environment or in a file."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return True
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
 
 
 def usable_cores() -> int:

@@ -1,4 +1,4 @@
-"""Three hosts: network namespaces joined by a bridge, each with a Ray node and a host name of its own.
+"""Three hosts: network namespaces joined by a bridge, each with a Ray node, a host name and a folder of its own.
 
 Rank 0 and rank 1 are on two of them and the draft is on the third, tied there by custom resources. The texts must be
 those of one host, and a draft whose host is cut off costs no text.
@@ -55,8 +55,12 @@ class Hosts:
         self.bridge = f"orb{self._mark}"
         self.folder = Path(tempfile.mkdtemp(prefix="outrider-hosts-", dir="/tmp"))
         self._token = secrets.token_hex(32)
+        self._holders: dict[int, subprocess.Popen[bytes]] = {}
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self.ray_folder = self.folder / "ray"
+        self.ray_folder.mkdir()
         run("ip", "link", "add", self.bridge, "type", "bridge")
+        run("ip", "addr", "add", f"{SUBNET}.254/24", "dev", self.bridge)
         run("ip", "link", "set", self.bridge, "up")
         for number in self.numbers:
             name = self.name(number)
@@ -66,6 +70,19 @@ class Hosts:
             run("ip", "-n", name, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
             run("ip", "-n", name, "link", "set", "eth0", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
+            run("ip", "-n", name, "route", "add", "default", "via", f"{SUBNET}.254")
+            self._holders[number] = self._hold(name)
+
+    def _hold(self, name: str) -> subprocess.Popen[bytes]:
+        """A process that keeps the host's name (which resolves to nothing) and its own folder for Ray's files."""
+        script = 'hostname "$0" && mount -t tmpfs tmpfs "$1" && echo ready && exec sleep infinity'
+        holder = subprocess.Popen(
+            ["ip", "netns", "exec", name, "unshare", "-m", "-u", "bash", "-c", script, name, str(self.ray_folder)],
+            stdout=subprocess.PIPE,
+        )
+        if holder.stdout is None or holder.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"{name} could not get a name and a folder of its own")
+        return holder
 
     def name(self, number: int) -> str:
         return f"or{self._mark}h{number}"
@@ -77,21 +94,8 @@ class Hosts:
         return f"{SUBNET}.{number}"
 
     def command(self, number: int, *command: str) -> list[str]:
-        """The command as it runs on that host, with a host name that resolves to nothing."""
-        script = 'hostname "$0" && exec "$@"'
-        return [
-            "ip",
-            "netns",
-            "exec",
-            self.name(number),
-            "unshare",
-            "-u",
-            "bash",
-            "-c",
-            script,
-            self.name(number),
-            *command,
-        ]
+        """The command as it runs on that host."""
+        return ["nsenter", "-t", str(self._holders[number].pid), "-n", "-m", "-u", "--", *command]
 
     def environment(self) -> dict[str, str]:
         return {
@@ -102,9 +106,13 @@ class Hosts:
             "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         }
 
+    def ray_environment(self) -> dict[str, str]:
+        """Of Ray's own commands; outrider finds out by itself that there is a token."""
+        return {**self.environment(), "RAY_AUTH_MODE": "token"}
+
     def start_ray(self, number: int, resources: str) -> None:
         """Start a Ray node; it belongs to the namespace and ends with ``close``."""
-        role = ["--head", f"--port={RAY_PORT}", f"--temp-dir={self.folder}", "--include-dashboard=false"]
+        role = ["--head", f"--port={RAY_PORT}", f"--temp-dir={self.ray_folder}", "--include-dashboard=false"]
         if number > 1:
             role = [f"--address={self.address(1)}:{RAY_PORT}"]
         ray = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *role]
@@ -112,27 +120,36 @@ class Hosts:
         command = self.command(number, *ray, f"--node-ip-address={self.address(number)}", *options)
         with (self.folder / f"node{number}.log").open("wb") as log:
             self._nodes.append(
-                subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                subprocess.Popen(command, env=self.ray_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             )
 
     def wait_for_nodes(self, count: int) -> None:
         probe = (
-            "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR');"
-            "print(sum(node['Alive'] for node in ray.nodes()))"
+            "import ray, sys, time\n"
+            "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
+            "while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]): time.sleep(0.2)\n"
         )
-        command = self.command(1, sys.executable, "-P", "-c", probe, f"{self.address(1)}:{RAY_PORT}")
+        command = self.command(1, sys.executable, "-P", "-c", probe, f"{self.address(1)}:{RAY_PORT}", str(count))
         deadline = time.monotonic() + RAY_TIMEOUT_S
-        seen = ""
+        said = ""
         while time.monotonic() < deadline:
-            done = subprocess.run(
-                command, env=self.environment(), capture_output=True, text=True, timeout=120, check=False
-            )
-            seen = done.stdout.strip() or done.stderr[-500:]
-            if seen == str(count):
+            try:
+                done = subprocess.run(
+                    command,
+                    env=self.ray_environment(),
+                    capture_output=True,
+                    text=True,
+                    timeout=deadline - time.monotonic(),
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                break
+            if done.returncode == 0:
                 return
+            said = done.stderr[-500:]
             time.sleep(0.5)
         logs = "\n".join(path.read_text() for path in sorted(self.folder.glob("node*.log")))
-        pytest.fail(f"not {count} Ray nodes within {RAY_TIMEOUT_S:g} s: {seen}\n{logs}")
+        pytest.fail(f"not {count} Ray nodes within {RAY_TIMEOUT_S:g} s: {said}\n{logs}")
 
     def cut(self, number: int) -> None:
         """Pull the cable of a host."""
@@ -145,8 +162,8 @@ class Hosts:
                     os.kill(int(pid), signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-        for node in self._nodes:
-            node.wait(30)
+        for process in [*self._nodes, *self._holders.values()]:
+            process.wait(30)
         for number in self.numbers:
             run("ip", "netns", "del", self.name(number), check=False)
         run("ip", "link", "del", self.bridge, check=False)
@@ -157,7 +174,7 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    for program in ("ip", "unshare"):
+    for program in ("ip", "unshare", "nsenter"):
         if shutil.which(program) is None:
             pytest.skip(f"the program {program} is missing (Debian packages iproute2 and util-linux)")
     try:
