@@ -71,6 +71,8 @@ class RayCluster:
         if self.is_local:
             # Ray replaces a loopback address by the one of the network unless it believes to be on a desktop system.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            # Ray runs its workers at niceness 15, which anything else on the machine would starve.
+            os.environ.setdefault("RAY_worker_niceness", "0")
         elif has_ray_token():
             # As `ray start` does. `ray.init` would leave the token of a cluster that it joins unused.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
