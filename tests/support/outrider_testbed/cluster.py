@@ -141,10 +141,11 @@ class Cluster:
             async with Registry(self._redis_url, self.name) as registry:
                 return await registry.members("router")
 
-        for record in asyncio.run(members()).values():
-            if record["pid"] == self.router.pid:
-                self.address = record["address"]
-                return True
+        with contextlib.suppress(Unavailable):  # a busy machine: asked again
+            for record in asyncio.run(members()).values():
+                if record["pid"] == self.router.pid:
+                    self.address = record["address"]
+                    return True
         return False
 
 
