@@ -53,6 +53,8 @@ class EngineConfig(_Section):
     num_kv_blocks: PositiveInt | None = None
     # Rows of one forward pass.
     max_num_batched_tokens: PositiveInt = 256
+    # Sequences of one forward pass.
+    max_num_seqs: PositiveInt = 64
     # Threads of each rank; None shares the machine's cores among the ranks on it.
     num_threads: PositiveInt | None = None
 
@@ -89,9 +91,10 @@ class RouterConfig(_Section):
     # Address to listen on; port 0 takes a free one.
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    # Requests that wait while max_num_seqs run; one more is refused.
+    # Requests that run at once; None takes the target's max_num_seqs, which is the most.
+    max_num_seqs: PositiveInt | None = None
+    # Requests that wait meanwhile; one more is refused.
     max_queue: PositiveInt = 256
-    max_num_seqs: PositiveInt = 64
     # Applied where a request names no deadline.
     default_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
@@ -114,6 +117,19 @@ class ClusterConfig(_Section):
     drafts: tuple[DraftConfig, ...] = ()
     router: RouterConfig = RouterConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that run at once."""
+        return self.router.max_num_seqs or self.target.max_num_seqs
+
+    @model_validator(mode="after")
+    def _target_has_room(self) -> ClusterConfig:
+        if self.max_num_seqs > self.target.max_num_seqs:
+            raise ValueError(
+                f"router.max_num_seqs is {self.max_num_seqs}, but target.max_num_seqs allows {self.target.max_num_seqs}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> ClusterConfig:

@@ -153,7 +153,7 @@ class RouterServer:
     def _scheduler_settings(self, live: LiveSettings) -> SchedulerSettings:
         return SchedulerSettings(
             max_queue=self._config.router.max_queue,
-            max_num_seqs=self._config.router.max_num_seqs,
+            max_num_seqs=self._config.max_num_seqs,
             num_speculative_tokens=live.num_speculative_tokens,
         )
 

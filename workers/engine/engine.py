@@ -38,7 +38,7 @@ class Engine:
         row_invariant: whether a row's result does not depend, by bits, on what runs beside it (measured at start).
     """
 
-    def __init__(self, config: EngineConfig, parallel: Parallel, *, max_num_seqs: int = 64) -> None:
+    def __init__(self, config: EngineConfig, parallel: Parallel) -> None:
         """Load and shard the model. Raises ``ConfigError`` naming the setting that is wrong."""
         self.parallel = parallel
         self.device = _device(config.device)
@@ -58,7 +58,7 @@ class Engine:
         self.hidden_size = shape.hidden_size
         self.block_size = config.block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs = config.max_num_seqs
         loaded = load_model(config, hf, self.vocab_size, parallel, self.dtype, self.device)
         self._decoder, self._head = loaded.decoder, loaded.head
         self.vocab_offset = self._head.vocab_offset
@@ -75,7 +75,7 @@ class Engine:
         )
         limits = Limits(
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             num_blocks=self.num_blocks,
             block_size=self.block_size,

@@ -36,6 +36,12 @@ def test_the_defaults_are_one_rank_no_draft_and_a_free_port() -> None:
     assert (config.redis.url, config.ray.address) == (None, None)
 
 
+@pytest.mark.parametrize(("of_target", "of_router", "expected"), [(8, None, 8), (8, 3, 3), (200, 200, 200)])
+def test_how_many_requests_run_at_once(of_target: int, of_router: int | None, expected: int) -> None:
+    text = yaml.safe_dump({"target": {"model": "m", "max_num_seqs": of_target}, "router": {"max_num_seqs": of_router}})
+    assert parse_config(text, base=Path("/base")).max_num_seqs == expected
+
+
 def test_environment_variables_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELS", "/store")
     config = parse_config("target: {model: '${MODELS}/a'}\ndrafts: [{model: '${MODELS}/b'}]", base=Path("/base"))
@@ -57,6 +63,7 @@ def test_environment_variables_are_filled_in(monkeypatch: pytest.MonkeyPatch) ->
         ("target: {model: m}\ncluster: 'Not A Name'", "cluster"),
         ("target: {model: m}\nrouter: {port: 70000}", "router.port"),
         ("target: {model: m}\nspeculation: {num_speculative_tokens: -1}", "speculation.num_speculative_tokens"),
+        ("target: {model: m, max_num_seqs: 8}\nrouter: {max_num_seqs: 9}", "router.max_num_seqs is 9"),
         ("- a list", "mapping"),
         ("target: [", "not YAML"),
         ("", "mapping"),

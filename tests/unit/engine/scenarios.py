@@ -30,11 +30,12 @@ def make_engine(model: str, parallel: Parallel | None = None, **settings: Any) -
         "block_size": BLOCK_SIZE,
         "num_kv_blocks": NUM_BLOCKS,
         "max_num_batched_tokens": 384,
+        "max_num_seqs": 16,
         "device": "cpu",
         "num_threads": 1,
         **settings,
     }
-    return Engine(EngineConfig(**values), parallel or Parallel.single(), max_num_seqs=16)
+    return Engine(EngineConfig(**values), parallel or Parallel.single())
 
 
 def blocks_for(length: int, rng: random.Random, taken: Sequence[int] = ()) -> list[int]:
