@@ -8,7 +8,7 @@ third and new requests last. If blocks run out, the request admitted last gives 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.core.block_pool import BlockPool
@@ -96,12 +96,17 @@ class Batcher:
         wanted = self.pool.blocks_for(len(self.waiting[0].text)) + len(self.running)
         return self.pool.can_allocate(wanted)
 
-    def build(self, propose: Callable[[Request], Proposal | None]) -> list[Rows]:
+    def build(self, propose: Callable[[Request], Proposal | None], resting: Sequence[Request] = ()) -> list[Rows]:
         """The rows of the next step, at most ``budget``; moves requests between queue and running ones.
 
-        ``propose`` gives the proposal that continues a request's text, of any length, or None.
+        ``propose`` gives the proposal that continues a request's text, of any length, or None. ``resting`` requests
+        would rather stay out of it; they do unless nobody else takes part.
         """
-        decoding = [request for request in self.running if request.num_missing == 1]
+        if not self.can_admit() and all(request in resting for request in self.running):
+            resting = ()
+        for request in self.running:
+            request.sat_out = request in resting
+        decoding = [request for request in self.running if request.num_missing == 1 and not request.sat_out]
         # Growing for one request may preempt a later one, which then has no sequence id.
         decoding = [request for request in decoding if request.seq_id and self._grow(request)]
         prompts = [request for request in self.running if request.num_missing > 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outrider.core.proposal import Proposal, usable_suffix
+from outrider.core.sampling import Verifier
 from outrider.router.draft_book import DraftBook
 from outrider.router.policy import (
     HOLD_FRACTION,
@@ -14,6 +15,7 @@ from outrider.router.policy import (
     expected_tokens,
     give_up_after,
     remaining_eta,
+    should_sit_out,
     should_wait,
     tokens_without_waiting,
 )
@@ -25,6 +27,11 @@ def usable(request: Request) -> Proposal | None:
     if request.proposal is None or not request.throttle.is_on:
         return None
     return usable_suffix(request.proposal, request.text)
+
+
+def late_match(request: Request) -> float:
+    """The chance that a proposal which comes one token late began with that very token (``policy.py``)."""
+    return 0.0 if request.new.sampling.verifier is Verifier.REJECTION else request.throttle.acceptance
 
 
 class Pacer:
@@ -61,8 +68,9 @@ class Pacer:
             if predicted is not None:
                 since, latency_s = predicted
                 eta_s = remaining_eta(now - since, latency_s)
-                if should_wait(eta_s, self.step_s, k, acceptance):
-                    without = tokens_without_waiting(k, acceptance)
+                late = late_match(request)
+                if should_wait(eta_s, self.step_s, k, acceptance, late):
+                    without = tokens_without_waiting(k, acceptance, late)
                     arrivals.append(Arrival(eta_s, expected_tokens(k, acceptance), without))
                     latest.append(since + give_up_after(latency_s))
                     continue
@@ -73,6 +81,24 @@ class Pacer:
         if ready_tokens > 0.0:
             limit = min(limit, self.ready_since + HOLD_FRACTION * self.step_s)
         return limit if choose_hold(ready_tokens, arrivals, self.step_s, limit - now) > 0.0 else None
+
+    def sitting_out(self, running: Iterable[Request], drafts: DraftBook, now: float) -> list[Request]:
+        """Requests that had better stay out of the step that starts now, as long as others run it.
+
+        None stays out of two steps in a row: a prediction that fails costs one token.
+        """
+        if self.step_s is None:
+            return []
+        resting = []
+        for request in running:
+            predicted = None if request.sat_out or usable(request) else self._predicted(request, drafts, now)
+            if predicted is not None:
+                since, latency_s = predicted
+                k, acceptance = request.num_useful_proposals, request.throttle.acceptance
+                eta_s = remaining_eta(now - since, latency_s)
+                if should_sit_out(eta_s, self.step_s, k, acceptance, late_match(request)):
+                    resting.append(request)
+        return resting
 
     @staticmethod
     def _predicted(request: Request, drafts: DraftBook, now: float) -> tuple[float, float] | None:

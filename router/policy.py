@@ -8,12 +8,16 @@ Nothing here sees a proposal's tokens: under rejection, whether a proposal is us
 lengths and on time, never on what was drawn (docs/exactness.md).
 
 What waiting is weighed against: a proposal asked for with ``num_tokens_to_ask`` is still useful when it comes one step
-late. A request that goes on without it makes one token, and in the step after, if the proposal began with that very
-token, what the rest of it is worth: over two steps ``2 + acceptance * (E - 1)`` tokens with ``E = expected_tokens(k,
-acceptance)``, which is ``tokens_without_waiting`` a step. Hence nobody waits longer than a step, because
-``E / 2 > 1 + acceptance * (E - 1) / 2`` would need ``E > (2 - acceptance) / (1 - acceptance)``, more than E's limit of
-``1 / (1 - acceptance)``; and nobody sits out a step that others run. Waiting can pay while no step runs, and
-``choose_hold`` weighs a delayed start of the next step for all.
+late, if it began with the token that was committed meanwhile; ``late_match`` is the chance of that. A request that goes
+on without its proposal makes one token, and in the step after what the rest of the proposal is worth: over two steps
+``2 + late_match * (E - 1)`` tokens with ``E = expected_tokens(k, acceptance)``, which is ``tokens_without_waiting`` a
+step.
+
+Greedy and coupled targets draw with the draft's own noise, so their ``late_match`` is the acceptance. Then nobody waits
+longer than a step and nobody sits out a step that others run, because ``E > 2 + acceptance * (E - 1)`` would need
+``E > (2 - acceptance) / (1 - acceptance)``, more than E's limit of ``1 / (1 - acceptance)``. Under rejection the target
+draws independently of the draft, a late proposal fits by chance only (counted as never), and both can pay:
+``should_sit_out``. While no step runs, ``choose_hold`` weighs a delayed start of the next step for all.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ SMOOTHING = 0.25  # weight of the newest value in exponential averages
 OVERDUE_FACTOR = 2.0  # a proposal that takes this many times its predicted time ...
 OVERDUE_GRACE_S = 0.005  # ... and this much longer is not waited for
 HOLD_FRACTION = 0.2  # of a step: the longest that requests which could run are held back for others
+PRIOR_ACCEPTED, PRIOR_REJECTED = 2.0, 1.0  # outcomes that a request without any is credited with
 SPECULATION_COST = 0.15  # extra time of a round with a proposal, as a fraction of one without
 CONFIDENCE_Z = 2.0  # standard normal quantile of the one-sided bound below which speculation stops (2.3 %)
 MEMORY_ROUNDS = 64  # rounds after which an outcome has lost most of its weight
@@ -54,14 +59,21 @@ def expected_tokens(k: int, acceptance: float) -> float:
     return 1.0 + sum(acceptance**i for i in range(1, k + 1))
 
 
-def tokens_without_waiting(k: int, acceptance: float) -> float:
+def tokens_without_waiting(k: int, acceptance: float, late_match: float) -> float:
     """Mean tokens of a step of a request that does not wait for its proposal and uses it one step late."""
-    return 1.0 + acceptance * (expected_tokens(k, acceptance) - 1.0) / 2.0
+    return 1.0 + late_match * (expected_tokens(k, acceptance) - 1.0) / 2.0
 
 
-def should_wait(eta_s: float, step_s: float, k: int, acceptance: float) -> bool:
+def should_wait(eta_s: float, step_s: float, k: int, acceptance: float, late_match: float) -> bool:
     """Whether waiting ``eta_s`` for a proposal gives more tokens per second than a step without it now."""
-    return expected_tokens(k, acceptance) * step_s > tokens_without_waiting(k, acceptance) * (eta_s + step_s)
+    without = tokens_without_waiting(k, acceptance, late_match)
+    return expected_tokens(k, acceptance) * step_s > without * (eta_s + step_s)
+
+
+def should_sit_out(eta_s: float, step_s: float, k: int, acceptance: float, late_match: float) -> bool:
+    """Whether to stay out of one step that others run, because the proposal comes before the next one starts."""
+    without = tokens_without_waiting(k, acceptance, late_match)
+    return eta_s <= step_s and expected_tokens(k, acceptance) > 2.0 * without
 
 
 def give_up_after(latency_s: float) -> float:
@@ -119,8 +131,8 @@ class Throttle:
 
     @property
     def acceptance(self) -> float:
-        """Posterior mean under a uniform prior."""
-        return (self.accepted + 1.0) / (self.accepted + self.rejected + 2.0)
+        """Posterior mean. The prior is hopeful, or a request would never wait and so never learn that waiting pays."""
+        return (self.accepted + PRIOR_ACCEPTED) / (self.accepted + self.rejected + PRIOR_ACCEPTED + PRIOR_REJECTED)
 
 
 def acceptance_bound(accepted: float, rejected: float) -> float:

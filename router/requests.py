@@ -156,6 +156,7 @@ class Request:
         blocks_told: entries of ``blocks`` that the group knows.
         num_speculative_tokens: most tokens that a round verifies.
         proposal: newest proposal that may still continue the text, as it came from draft ``proposal_draft``.
+        sat_out: whether it stayed out of the last step to wait for a proposal.
         ended: set once the request is over; its step may still be in flight.
     """
 
@@ -176,6 +177,7 @@ class Request:
     excluded_drafts: set[str] = field(default_factory=set)
     num_lost_sessions: int = 0
     draft_retry_at: float = 0.0
+    sat_out: bool = False
     ended: bool = False
 
     @property

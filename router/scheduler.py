@@ -133,7 +133,7 @@ class Scheduler:
         self._held_until = self._pacer.hold_until(self._batcher.running, others, self._drafts, now)
         if self._held_until is not None:
             return None
-        rows = self._batcher.build(usable)
+        rows = self._batcher.build(usable, self._pacer.sitting_out(self._batcher.running, self._drafts, now))
         self._num_steps += 1
         plan = StepPlan(
             epoch=self.epoch,

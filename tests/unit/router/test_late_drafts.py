@@ -12,6 +12,7 @@ from collections import defaultdict
 
 import pytest
 
+from outrider.core.sampling import Sampling, Verifier
 from outrider.router.drafts import EvictionReason
 from outrider.router.scheduler import SchedulerSettings
 
@@ -155,6 +156,34 @@ def test_one_stream_waits_for_its_own_draft_as_long_as_that_pays(toy) -> None:
     plain = 1.0
     assert Simulation(toy, {"a": 0.5}, num_streams=1).run(50).rates("a")[0] > 1.2 * plain
     assert Simulation(toy, {"a": 3.0}, num_streams=1).run(50).rates("a")[0] >= 0.95 * plain
+
+
+@pytest.mark.parametrize(("verifier", "sits_out"), [(Verifier.REJECTION, True), (Verifier.COUPLED, False)])
+def test_only_a_request_whose_late_proposals_never_fit_sits_out_a_step_of_others(toy, verifier, sits_out: bool) -> None:
+    """Its proposal comes in the middle of a step that another request runs anyway.
+
+    Under rejection, a proposal that comes while the request's own token is drawn begins with another one.
+    """
+    world = toy.World(toy.group_info(max_model_len=200, num_blocks=500))
+    draft = world.join("a", max_model_len=200)
+    world.add("alone", [1, 7], num_speculative_tokens=0)
+    world.add("drafted", [2, 7], sampling=Sampling(temperature=1.0, verifier=verifier))
+    sizes = []
+    for _ in range(12):
+        plan = world.start()
+        assert plan is not None
+        sizes.append(len(plan.sequences))
+        world.now += 0.5
+        for session_id, count in draft.asked.items():
+            if count:  # whatever it was asked for is there half a step later
+                wrong_from = 0 if sits_out and sizes[-1] == 2 else None
+                proposal = draft.propose(draft.texts[session_id], count, wrong_from=wrong_from)
+                world.scheduler.draft_proposed("a", session_id, proposal, world.now)
+        world.now += 0.5
+        world.finish()
+    assert (1 in sizes) == sits_out
+    assert all(size == 2 for first, size in itertools.pairwise(sizes) if first == 1)  # never twice in a row
+    assert len(world.texts["alone"]) == 12  # which costs the other nothing
 
 
 def test_a_draft_that_falls_silent_costs_a_bounded_wait(toy) -> None:

@@ -23,6 +23,7 @@ from outrider.router.policy import (
     give_up_after,
     num_tokens_to_ask,
     remaining_eta,
+    should_sit_out,
     should_wait,
     tokens_without_waiting,
 )
@@ -50,14 +51,25 @@ def test_expected_tokens_is_the_closed_form_of_the_paper() -> None:
 def test_nobody_waits_longer_than_a_step(acceptance: float, k: int, step_s: float, factor: float) -> None:
     # At an acceptance of 1 a proposal is worth any number of steps; otherwise one late step is never worse.
     if acceptance < 1.0:
-        assert not should_wait(factor * step_s, step_s, k, acceptance)
+        assert not should_wait(factor * step_s, step_s, k, acceptance, acceptance)
+        assert not should_sit_out(step_s / factor, step_s, k, acceptance, acceptance)
 
 
 def test_waiting_pays_for_a_good_draft_and_not_for_a_bad_one() -> None:
-    assert should_wait(0.1, 1.0, 4, 0.8)
-    assert not should_wait(0.1, 1.0, 4, 0.05)
-    assert not should_wait(0.1, 1.0, 0, 0.8)
-    assert tokens_without_waiting(0, 0.8) == 1.0
+    assert should_wait(0.1, 1.0, 4, 0.8, 0.8)
+    assert not should_wait(0.1, 1.0, 4, 0.05, 0.05)
+    assert not should_wait(0.1, 1.0, 0, 0.8, 0.8)
+    assert tokens_without_waiting(0, 0.8, 0.8) == 1.0
+
+
+def test_where_late_proposals_never_fit_waiting_pays_for_longer() -> None:
+    """E = 3.36 tokens with the proposal, 1 without: worth up to 2.36 steps alone, and one step that others run."""
+    assert expected_tokens(4, 0.8) == pytest.approx(3.3616)
+    assert should_wait(2.3, 1.0, 4, 0.8, 0.0)
+    assert not should_wait(2.4, 1.0, 4, 0.8, 0.0)
+    assert should_sit_out(1.0, 1.0, 4, 0.8, 0.0)
+    assert not should_sit_out(1.1, 1.0, 4, 0.8, 0.0)  # it would miss the next step as well
+    assert not should_sit_out(0.5, 1.0, 4, 0.5, 0.0)  # E = 1.94: two plain steps make more
 
 
 def brute_force_hold(ready: float, arrivals: list[Arrival], step_s: float, longest_s: float) -> float:
