@@ -16,7 +16,7 @@ import pytest
 from outrider.client import Completion
 from outrider_testbed import Case, Cluster, Relay, Testbed, run_all, run_in_turn
 
-EXTRA_S = 0.03  # makes a step of sixteen streams long beside the time that a draft needs
+EXTRA_S = 0.1  # makes a step of sixteen streams long beside the time that a draft needs
 
 
 # Seeds of requests that the target does not end before max_tokens; the even ones are greedy.
@@ -148,7 +148,7 @@ def test_a_delayed_draft(
     assert late["num_accepted_tokens"] > 0
     assert late["proposal_ms"] > 1e3 * steps * undelayed.step_s, "the relay did not delay: nothing was proven"
     # The others: as many tokens a step as ever, and no step waited for the late draft.
-    assert run.tokens_per_step(run.on_time) > 0.75 * undelayed.tokens_per_step(run.on_time)
+    assert run.tokens_per_step(run.on_time) > 0.7 * undelayed.tokens_per_step(run.on_time)
     assert run.idle_s < undelayed.idle_s + 0.5 * run.step_s
 
 
