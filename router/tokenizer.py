@@ -52,10 +52,6 @@ class TextTokenizer:
         self.eos_token_ids = _eos_token_ids(folder, vocab, self._special_tokens)
         self._template = _read_template(folder, settings)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; ``add_special_tokens`` adds what the model expects around a plain text, such as BOS."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
