@@ -14,8 +14,7 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 from outrider.cluster.checks import check_models, check_router_port
 from outrider.cluster.config import ClusterConfig, load_config
 from outrider.cluster.draft_pool import DraftProcess
+from outrider.cluster.keeper import keep
 from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, threads_per_actor
 from outrider.cluster.ray_cluster import RayCluster, host_and_port
 from outrider.cluster.redis_server import LOOPBACK, RedisServer, address_towards
@@ -36,12 +36,9 @@ from outrider.core.errors import OutriderError, Unavailable
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], Awaitable[None]]
 Part = TypeVar("Part")
 
 POLL_S = 0.25
-BACK_OFF_S = (0.2, 15.0)  # first and longest wait before another try
-HEALTHY_S = 30.0  # after that long without a death the waits start over
 
 
 class Supervisor:
@@ -205,36 +202,15 @@ class Supervisor:
 
     async def _watch(self) -> None:
         group, router = _need(self._group), _need(self._router)
+        report = self._reporter.progress
         keepers = [
-            self._keep("the target group", group.watch, self._build_group),
-            self._keep("the router", router.watch, self._start_router),
-            *(self._keep("a draft", draft.watch, partial(self._start_draft, draft)) for draft in self._drafts),
+            keep("the target group", group.watch, self._build_group, report),
+            keep("the router", router.watch, self._start_router, report),
+            *(keep("a draft", draft.watch, partial(self._start_draft, draft), report) for draft in self._drafts),
         ]
         if self._redis is not None:
-            keepers.append(self._keep("redis-server", self._watch_redis, self._restart_redis))
+            keepers.append(keep("redis-server", self._watch_redis, self._restart_redis, report))
         await all_or_first_error(*keepers)
-
-    async def _keep(self, what: str, watch: Work, restore: Work) -> None:
-        """Restore something each time its watch reports a fault; wait longer after each try that fails."""
-        delay = BACK_OFF_S[0]
-        while True:
-            began = time.monotonic()
-            try:
-                await watch()
-            except OutriderError as error:
-                log.warning("%s failed: %s", what, error)
-                self._reporter.progress(f"{error}; starting again")
-            if time.monotonic() - began > HEALTHY_S:
-                delay = BACK_OFF_S[0]
-            restored = False
-            while not restored:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, BACK_OFF_S[1])
-                try:
-                    await restore()
-                    restored = True
-                except OutriderError as error:
-                    log.error("%s could not be started again: %s", what, error)
 
     async def _watch_redis(self) -> None:
         while True:
