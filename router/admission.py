@@ -11,7 +11,9 @@ from outrider.core.errors import InvalidRequest
 from outrider.core.sampling import Sampling, Verifier
 from outrider.router.requests import NewRequest
 from outrider.router.tokenizer import TextTokenizer
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, group_pb2
+
+AnyRequest = generation_pb2.GenerateRequest | group_pb2.SubmitRequest
 
 MIN_TEMPERATURE = 1e-3  # below, logits leave what float32 holds; whoever wants the most likely token asks for 0
 MAX_TEMPERATURE = 100.0
@@ -62,9 +64,9 @@ def admit(
         sampling=_sampling(request.sampling, defaults),
         max_tokens=_max_tokens(request),
         eos_token_ids=tokenizer.eos_token_ids,
-        stop_token_ids=_stop_token_ids(request, tokenizer.vocab_size),
-        stop=_stop(request),
-        num_speculative_tokens=_num_speculative_tokens(request),
+        stop_token_ids=checked_stop_token_ids(request, tokenizer.vocab_size),
+        stop=checked_stop(request),
+        num_speculative_tokens=checked_num_speculative_tokens(request),
         deadline=deadline,
     )
 
@@ -75,6 +77,28 @@ def check_request_id(request_id: str) -> None:
         raise InvalidRequest(
             "request_id", request_id[:SHOWN], f"at most {MAX_REQUEST_ID_LENGTH} printable characters long"
         )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises ``InvalidRequest`` unless target and drafts can sample with these settings."""
+    temperature, top_p = sampling.temperature, sampling.top_p
+    if not math.isfinite(temperature) or (temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
+        raise InvalidRequest(
+            "sampling.temperature", temperature, f"0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        )
+    if not 0 < top_p <= 1:  # also false for NaN
+        raise InvalidRequest("sampling.top_p", top_p, "above 0 and at most 1")
+    if (sampling.verifier is Verifier.GREEDY) != (temperature == 0):
+        limit = "absent or greedy at temperature 0" if temperature == 0 else "rejection or coupled above temperature 0"
+        raise InvalidRequest("sampling.verifier", sampling.verifier.label, limit)
+
+
+def checked_verifier(number: int) -> Verifier:
+    """The verifier of this number. Raises ``InvalidRequest`` if there is none."""
+    try:
+        return Verifier(number)
+    except ValueError:
+        raise InvalidRequest("sampling.verifier", number, "greedy (1), rejection (2) or coupled (3)") from None
 
 
 def _prompt(request: generation_pb2.GenerateRequest, tokenizer: TextTokenizer) -> list[int]:
@@ -106,33 +130,19 @@ def _chat(chat: generation_pb2.ChatMessages, tokenizer: TextTokenizer) -> list[i
 
 def _sampling(params: generation_pb2.SamplingParams, defaults: Defaults) -> Sampling:
     temperature = params.temperature if params.HasField("temperature") else 1.0
-    if not math.isfinite(temperature) or (temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
-        raise InvalidRequest(
-            "sampling.temperature", temperature, f"0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        )
-    top_p = params.top_p if params.HasField("top_p") else 1.0
-    if not 0 < top_p <= 1:  # also false for NaN
-        raise InvalidRequest("sampling.top_p", top_p, "above 0 and at most 1")
-    return Sampling(
+    if params.verifier != 0:
+        verifier = checked_verifier(params.verifier)
+    else:
+        verifier = Verifier.GREEDY if temperature == 0 else defaults.verifier
+    sampling = Sampling(
         temperature=temperature,
         top_k=params.top_k,
-        top_p=top_p,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
         seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-        verifier=_verifier(params.verifier, temperature, defaults),
+        verifier=verifier,
     )
-
-
-def _verifier(number: int, temperature: float, defaults: Defaults) -> Verifier:
-    if number == 0:
-        return Verifier.GREEDY if temperature == 0 else defaults.verifier
-    try:
-        verifier = Verifier(number)
-    except ValueError:
-        raise InvalidRequest("sampling.verifier", number, "greedy (1), rejection (2) or coupled (3)") from None
-    if (verifier is Verifier.GREEDY) != (temperature == 0):
-        limit = "absent or greedy at temperature 0" if temperature == 0 else "rejection or coupled above temperature 0"
-        raise InvalidRequest("sampling.verifier", verifier.label, limit)
-    return verifier
+    check_sampling(sampling)
+    return sampling
 
 
 def _max_tokens(request: generation_pb2.GenerateRequest) -> int | None:
@@ -143,7 +153,8 @@ def _max_tokens(request: generation_pb2.GenerateRequest) -> int | None:
     return request.max_tokens
 
 
-def _stop(request: generation_pb2.GenerateRequest) -> tuple[str, ...]:
+def checked_stop(request: AnyRequest) -> tuple[str, ...]:
+    """The stop strings. Raises ``InvalidRequest``."""
     if len(request.stop) > MAX_STOP_STRINGS:
         raise InvalidRequest("stop", f"{len(request.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
     for index, stop in enumerate(request.stop):
@@ -152,7 +163,8 @@ def _stop(request: generation_pb2.GenerateRequest) -> tuple[str, ...]:
     return tuple(dict.fromkeys(request.stop))
 
 
-def _stop_token_ids(request: generation_pb2.GenerateRequest, vocab_size: int) -> frozenset[int]:
+def checked_stop_token_ids(request: AnyRequest, vocab_size: int) -> frozenset[int]:
+    """The tokens that end the text. Raises ``InvalidRequest``."""
     if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
             "stop_token_ids", f"{len(request.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids"
@@ -161,7 +173,8 @@ def _stop_token_ids(request: generation_pb2.GenerateRequest, vocab_size: int) ->
     return frozenset(request.stop_token_ids)
 
 
-def _num_speculative_tokens(request: generation_pb2.GenerateRequest) -> int | None:
+def checked_num_speculative_tokens(request: AnyRequest) -> int | None:
+    """Most tokens that a round verifies; None where nothing is said. Raises ``InvalidRequest``."""
     if not request.HasField("num_speculative_tokens"):
         return None
     if request.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:

@@ -14,6 +14,14 @@ from outrider.core.errors import InvalidRequest
 from outrider.core.errors_wire import error_from_rpc, errors_as_status
 from outrider.core.plan import GroupInfo
 from outrider.core.wire import sampling_from_wire, sampling_to_wire
+from outrider.router.admission import (
+    check_request_id,
+    check_sampling,
+    checked_num_speculative_tokens,
+    checked_stop,
+    checked_stop_token_ids,
+    checked_verifier,
+)
 from outrider.router.requests import NewRequest
 from outrider.router.streams import CHANNEL_OPTIONS
 from outrider.router.tokenizer import TextTokenizer
@@ -154,17 +162,23 @@ def submit_to_wire(request: NewRequest, now: float) -> group_pb2.SubmitRequest:
 
 
 def submit_from_wire(message: group_pb2.SubmitRequest, tokenizer: TextTokenizer, now: float) -> NewRequest:
-    """The inverse of ``submit_to_wire``; ``now`` is the time that the deadline counts from."""
-    has_number = message.HasField("num_speculative_tokens")
+    """The inverse of ``submit_to_wire``; ``now`` is the time that the deadline counts from.
+
+    Raises ``InvalidRequest`` for what would break a step or the router; the scheduler checks prompt and length.
+    """
+    check_request_id(message.request_id)
+    checked_verifier(message.sampling.verifier)
+    sampling = sampling_from_wire(message.sampling)
+    check_sampling(sampling)
     return NewRequest(
         request_id=message.request_id,
         generation=0,
         prompt_tokens=tuple(message.prompt_tokens),
-        sampling=sampling_from_wire(message.sampling),
+        sampling=sampling,
         max_tokens=message.max_tokens or None,
         eos_token_ids=tokenizer.eos_token_ids,
-        stop_token_ids=frozenset(message.stop_token_ids),
-        stop=tuple(message.stop),
-        num_speculative_tokens=message.num_speculative_tokens if has_number else None,
+        stop_token_ids=checked_stop_token_ids(message, tokenizer.vocab_size),
+        stop=checked_stop(message),
+        num_speculative_tokens=checked_num_speculative_tokens(message),
         deadline=now + message.timeout_ms / 1000 if message.timeout_ms else None,
     )

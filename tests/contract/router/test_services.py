@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.client import AsyncClient, Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from outrider.core.errors_wire import DETAILS_KEY
 from outrider.core.sampling import Sampling, Verifier
-from outrider.router.group_service import RemoteGroup
+from outrider.router.group_service import RemoteGroup, submit_to_wire
 from outrider.router.requests import NewRequest
 from outrider.testing import ToyModel
 from outrider.v1 import common_pb2, generation_pb2, group_pb2
@@ -168,6 +168,38 @@ async def test_submit_watch_and_abort_from_another_process(world: Any) -> None:
         with pytest.raises(InvalidRequest, match="prompt_tokens"):
             await remote.submit(NewRequest("four", 0, (999,), GREEDY))
         assert target.faults == []
+    finally:
+        await remote.aclose()
+
+
+BAD_SUBMITS = [
+    (lambda request: request.ClearField("sampling"), "sampling"),
+    (lambda request: request.sampling.ClearField("verifier"), "sampling.verifier"),
+    (lambda request: setattr(request.sampling, "verifier", common_pb2.VERIFIER_COUPLED), "sampling.verifier"),
+    (lambda request: setattr(request.sampling, "temperature", 1e-310), "sampling.temperature"),
+    (lambda request: setattr(request.sampling, "temperature", float("nan")), "sampling.temperature"),
+    (lambda request: setattr(request.sampling, "top_p", 0.0), "sampling.top_p"),
+    (setting("num_speculative_tokens", 2**32 - 1), "num_speculative_tokens"),
+    (adding("stop", ""), "stop[0]"),
+    (adding("stop_token_ids", 258), "stop_token_ids[0]"),
+    (setting("request_id", "a\nb"), "request_id"),
+]
+
+
+async def test_every_bad_submit_is_refused_by_the_name_of_its_field(world: Any) -> None:
+    """The owner of a group trusts no frontend: such values would break steps of others, or fill its memory."""
+    await world.target()
+    server = await world.router()
+    remote = RemoteGroup(server.address)
+    try:
+        for change, field in BAD_SUBMITS:
+            request = submit_to_wire(new_request("bad"), 0.0)
+            change(request)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await remote._stub.Submit(request, timeout=10)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (field, caught.value)
+            assert caught.value.details().startswith(f"{field} is ")
+        assert server.group.num_unfinished == 0
     finally:
         await remote.aclose()
 
