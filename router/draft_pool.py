@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -93,8 +92,7 @@ class DraftPool:
         draft = self.drafts.pop(draft_id)
         if draft.task is not None:
             draft.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await draft.task
+            await asyncio.wait([draft.task])  # unlike awaiting it, this tells its cancellation from our own
 
     async def _keep_connected(self, draft: KnownDraft) -> None:
         delay = FIRST_RETRY_S
