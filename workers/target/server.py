@@ -150,8 +150,11 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         try:
             waited: set[asyncio.Future[Any]] = {task, ending}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
+            # First: a plan that an older stream sent in this very moment must not run after the new one's reset.
+            if not ending.done():
                 return task.result()
+            if task.done() and not task.cancelled():
+                task.exception()  # nobody else asks for it
         finally:
             task.cancel()
         raise ending.result()
