@@ -209,7 +209,8 @@ class Batcher:
             return
         # Nothing was drawn, so the proposal ends here; the rows run again if a commit wants more.
         session.invalid_rounds += result.invalid
-        if session.invalid_rounds >= MAX_INVALID_ROUNDS:
+        # Tokens that were drawn are offered whatever their successors' row holds: it depends on what they are.
+        if session.invalid_rounds >= MAX_INVALID_ROUNDS and session.num_drafted == 0:
             self._evict(session, EvictionReason.INVALID_LOGITS)
             return
         self._propose(session, session.num_drafted)

@@ -405,6 +405,22 @@ def test_invalid_rows_now_and_then_do_not_end_a_session(make_harness: Make, expe
         assert len(harness.settle()) == (number % 3 == 0)
 
 
+def test_tokens_before_an_invalid_row_are_offered_however_often_it_was_invalid(
+    make_harness: Make, expect: Expect
+) -> None:
+    """Under rejection: a row depends on the token before it, so it must not decide whether that token is offered."""
+    harness = make_harness()
+    text = [1, 2, 3]
+    harness.drafter.invalid_positions = {len(text) + 1}
+    address = harness.open(text, verifier=Verifier.REJECTION)
+    assert only_proposal(harness.settle()).tokens == expect(text, 1)
+    for _ in range(4):
+        text.append((expect(text, 1)[0] + 1) % 7)
+        harness.drafter.invalid_positions = {len(text) + 1}
+        harness.commit(address, text, len(text) - 1)
+        assert only_proposal(harness.settle()).tokens == expect(text, 1)
+
+
 def test_rows_that_stay_invalid_end_the_session(make_harness: Make, expect: Expect) -> None:
     harness = make_harness()
     harness.drafter.invalid_positions = set(range(100))
