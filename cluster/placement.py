@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outrider.cluster.config import ClusterConfig, DraftConfig, EngineConfig
+from outrider.cluster.config import ClusterConfig, DraftConfig, EngineConfig, TargetConfig
 
 Resources = dict[str, float]
 
@@ -85,6 +85,14 @@ def _needs(engine: EngineConfig, resources: Mapping[str, float], auto_gpu: bool)
     if engine.device == "cuda" or (engine.device == "auto" and auto_gpu):
         needs["GPU"] = 1.0
     return needs
+
+
+def rank_device(target: TargetConfig, rank_needs: Mapping[str, float]) -> Literal["auto", "cpu", "cuda"]:
+    """The device that ranks are told. ``auto`` is the CPU where several ranks have no GPUs of their own: those of one
+    host would all choose its first GPU, which NCCL refuses."""
+    if target.device == "auto" and target.tensor_parallel_size > 1 and "GPU" not in rank_needs:
+        return "cpu"
+    return target.device
 
 
 def _add(left: Mapping[str, float], right: Mapping[str, float]) -> Resources:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.cluster.config import TargetConfig
-from outrider.cluster.placement import ClusterPlacement, local_size
+from outrider.cluster.placement import ClusterPlacement, local_size, rank_device
 from outrider.cluster.ray_cluster import Actor, RayCluster, TargetRank, thread_environment
 from outrider.cluster.registry import Registry
 from outrider.cluster.waiting import all_or_first_error
@@ -75,10 +75,11 @@ class TargetGroup:
             raise
 
     async def _start_ranks(self, threads_on: Callable[[str | None], int]) -> None:
+        device = rank_device(self._config, self._placement.rank_needs)
         for rank, node in enumerate(self.rank_nodes):
             num_threads = self._config.num_threads or threads_on(node)
             arguments = {
-                "config": self._config.model_copy(update={"num_threads": num_threads}),
+                "config": self._config.model_copy(update={"num_threads": num_threads, "device": device}),
                 "cluster": self._cluster,
                 "group_id": self.group_id,
                 "rank": rank,

@@ -12,6 +12,7 @@ from outrider.cluster.placement import (
     draft_node,
     local_size,
     plan_placement,
+    rank_device,
     shortage,
     threads_per_actor,
 )
@@ -126,3 +127,19 @@ def test_a_shortage_is_named() -> None:
     assert shortage([{"CPU": 1}] * 5, nodes) == "5 CPU wanted, 4 in the Ray cluster"
     assert shortage([{"CPU": 1, "target": 1}], nodes) == "1 target wanted, 0 in the Ray cluster"
     assert shortage([{"CPU": 3}], nodes) == "no node offers 3 CPU together"
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "num_gpus", "told"),
+    [
+        (2, "auto", 1.0, "cpu"),
+        (2, "auto", 2.0, "auto"),
+        (2, "cuda", 0.0, "cuda"),
+        (1, "auto", 0.0, "auto"),
+    ],
+)
+def test_ranks_never_share_a_gpu(size: int, device: str, num_gpus: float, told: str) -> None:
+    """Without GPUs of their own, ranks on ``auto`` would all choose the first one of their host."""
+    config = settings(tensor_parallel_size=size, device=device)
+    placement = plan_placement(config, num_gpus=num_gpus)
+    assert rank_device(config.target, placement.rank_needs) == told
