@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -115,6 +116,7 @@ class AsyncStream:
         self._deltas: list[Delta] = []
         self._arrivals: list[float] = []
         self._completion: Completion | None = None
+        self._closed = False
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -126,6 +128,7 @@ class AsyncStream:
 
     async def aclose(self) -> None:
         """Cancel the request if it still runs."""
+        self._closed = True
         self._call.cancel()
 
     @property
@@ -159,6 +162,11 @@ class AsyncStream:
                         self._finish(response.finished, now)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, address=self._address) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise  # whoever iterates was cancelled, not the call
+            raise OutriderError("the stream was closed before its end") from None
         if self._completion is None:
             raise Unavailable(f"{self._address} ended the stream before the answer did")
 

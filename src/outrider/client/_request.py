@@ -86,6 +86,8 @@ def verifier_number(field: str, name: str) -> int:
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = _text("text", prompt)
+    elif isinstance(prompt, bytes | bytearray):  # a sequence of integers, but hardly meant as token ids
+        raise InvalidRequest("text", bytes(prompt[:60]), "a string, not bytes")
     elif len(prompt) and all(isinstance(item, Mapping) for item in prompt):
         for index, message in enumerate(cast(Sequence[Message], prompt)):
             if set(message) != {"role", "content"}:
@@ -109,7 +111,10 @@ def _unsigned(field: str, value: Any, bits: int) -> int:
 def _number(field: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(field, value, "a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidRequest(field, value, "a number that 64 bits hold") from None
 
 
 def _text(field: str, value: Any) -> str:

@@ -197,6 +197,18 @@ async def test_leaving_a_stream_cancels_the_request() -> None:
             await servicer.cancelled.wait()
 
 
+async def test_a_closed_stream_is_an_error_and_no_cancellation_of_its_reader() -> None:
+    servicer = Scripted()
+    servicer.hang = True
+    async with serving(servicer) as address, AsyncClient(address, timeout=10) as client:
+        stream = client.stream("hi")
+        texts = aiter(stream)
+        assert await anext(texts)
+        await stream.aclose()
+        with pytest.raises(OutriderError, match="was closed"):
+            await anext(texts)
+
+
 async def test_every_call_has_a_deadline() -> None:
     servicer = Scripted()
     servicer.hang = True
@@ -278,6 +290,7 @@ def test_options_become_the_fields_of_the_request() -> None:
         ({"stop": [1]}, "stop[0]"),
         ({"stop": "\ud800"}, "stop[0]"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"temperature": 10**400}, "sampling.temperature"),
     ],
 )
 def test_what_a_field_cannot_hold_is_refused_by_name(options: dict[str, Any], field: str) -> None:
@@ -295,6 +308,9 @@ def test_unknown_options_and_prompts() -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request([1, -2])
     assert caught.value.field == "token_ids.ids[1]"
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(b"hi")
+    assert caught.value.field == "text"
 
 
 def test_percentiles() -> None:
