@@ -123,9 +123,9 @@ class DraftBook:
                 if draft.facts.draft_id not in request.excluded_drafts and draft.facts.max_model_len > len(request.text)
             ]
             if able:
-                self._open(request, min(able, key=lambda draft: len(draft.sessions)), now)
+                self._open(request, min(able, key=lambda draft: len(draft.sessions)))
 
-    def _open(self, request: Request, draft: Draft, now: float) -> None:
+    def _open(self, request: Request, draft: Draft) -> None:
         session = DraftSession(self._next_session_id, draft.facts.draft_id, request, latency_s=draft.latency_s)
         self._next_session_id += 1
         draft.sessions[session.session_id] = session

@@ -46,7 +46,7 @@ class Engine:
         if self.device.type == "cpu":
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(config.num_threads or max(1, cores // parallel.local_size))
-        hf, shape = read_model_config(config, parallel.world_size)
+        shape = read_model_config(config, parallel.world_size)
         vocab = read_vocab(config.model)
         self.fingerprint = vocab_fingerprint(vocab)
         self.vocab_size = vocab_size(vocab)
@@ -59,7 +59,7 @@ class Engine:
         self.block_size = config.block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
-        loaded = load_model(config, hf, self.vocab_size, parallel, self.dtype, self.device)
+        loaded = load_model(config, self.vocab_size, parallel, self.dtype, self.device)
         self._decoder, self._head = loaded.decoder, loaded.head
         self.vocab_offset = self._head.vocab_offset
         self.local_vocab_size = self._head.local_vocab_size

@@ -67,8 +67,8 @@ class LoadedModel:
     head: VocabParallelHead
 
 
-def read_model_config(config: EngineConfig, tensor_parallel_size: int) -> tuple[Any, ModelShape]:
-    """The model's own configuration, checked. Raises ``ConfigError`` naming the setting and its limit."""
+def read_model_config(config: EngineConfig, tensor_parallel_size: int) -> ModelShape:
+    """What the model's own configuration says, checked. Raises ``ConfigError`` naming the setting and its limit."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -97,7 +97,7 @@ def read_model_config(config: EngineConfig, tensor_parallel_size: int) -> tuple[
             )
     if config.max_model_len is not None and config.max_model_len > shape.max_positions:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but {folder} has {shape.max_positions} positions")
-    return hf, shape
+    return shape
 
 
 def _shape(hf: Any, folder: Path) -> ModelShape:
@@ -130,7 +130,7 @@ def _eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
 
 
 def load_model(
-    config: EngineConfig, hf: Any, vocab_size: int, parallel: Parallel, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, vocab_size: int, parallel: Parallel, dtype: torch.dtype, device: torch.device
 ) -> LoadedModel:
     """Read, shard and pack. Whole weights live in the checkpoint's own type, and only until they are cut."""
     from transformers import AutoModelForCausalLM
