@@ -19,7 +19,9 @@ from outrider.core.errors import InvalidRequest, OutriderError
 
 DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
-MAX_LINE = 2000  # metadata of more than 8 kB is refused by many gRPC peers
+# Metadata of more than 8 kB is refused by many gRPC peers. A line is in it twice, once with up to three bytes for each
+# of its own, beside a field's value and its limit.
+MAX_BYTES = 800
 
 _CODES: dict[type[OutriderError], int] = {
     errors.InvalidRequest: code_pb2.INVALID_ARGUMENT,
@@ -50,9 +52,9 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
     status = status_pb2.Status(code=_CODES[kind] if kind else code_pb2.UNKNOWN, message=_one_line(error))
     info = error_details_pb2.ErrorInfo(reason=(kind or OutriderError).__name__, domain=DOMAIN)
     if isinstance(error, InvalidRequest):
-        info.metadata.update(field=error.field, value=repr(error.value)[:MAX_LINE], limit=error.limit[:MAX_LINE])
+        info.metadata.update(field=error.field, value=_cut(repr(error.value)), limit=_cut(error.limit))
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=f"must be {error.limit}"[:MAX_LINE]
+            field=error.field, description=_cut(f"must be {error.limit}")
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     status.details.add().Pack(info)
@@ -120,4 +122,8 @@ def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | No
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:MAX_LINE]
+    return _cut(" ".join(str(error).split()))
+
+
+def _cut(text: str) -> str:
+    return text.encode("utf-8", "replace")[:MAX_BYTES].decode("utf-8", "ignore")
