@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from outrider.core.errors import Conflict, Overloaded
 from outrider.core.plan import GroupInfo, StepPlan, StepResult
 from outrider.core.prefix import HashedTokens
-from outrider.core.proposal import Proposal
+from outrider.core.proposal import Proposal, sound_part
 from outrider.router.batch import Batcher, Rows
 from outrider.router.checks import check_result, end_length
 from outrider.router.draft_book import DraftBook
@@ -243,6 +243,7 @@ class Scheduler:
             return "no such request"
         if request.session is not None and request.session.draft_id == draft_id:
             self._drafts.arrived(request.session, proposal.base_len, self._is_in_flight(request), now)
+        proposal = sound_part(proposal, self.info.vocab_size)
         reason = refusal(proposal, request.text, self.info.vocab_size)
         if reason is None and (request.num_speculative_tokens == 0 or not request.throttle.is_on):
             reason = "speculation is off"

@@ -64,17 +64,37 @@ def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:
     if len(proposal.rows) != len(proposal.tokens):
         return "rows and tokens differ in number"
     for token, row in zip(proposal.tokens, proposal.rows, strict=True):
-        if len(row.token_ids) == 0 or len(row.token_ids) != len(row.probs):
-            return "a row without entries, or with more ids than probabilities"
-        total = float(row.probs.sum(dtype=np.float64))
-        if not math.isfinite(total) or abs(total - 1.0) > ROW_SUM_TOLERANCE or float(row.probs.min()) <= 0.0:
-            return "a row that is not a distribution"
-        low, high = int(row.token_ids.min()), int(row.token_ids.max())
-        if low < 0 or high >= vocab_size or len(np.unique(row.token_ids)) != len(row.token_ids):
-            return "a row with a token twice or outside the vocabulary"
+        fault = row_fault(row, vocab_size)
+        if fault is not None:
+            return fault
         if token not in row.token_ids:
             return "a token that its own row gives no probability"
     return None
+
+
+def row_fault(row: SparseRow, vocab_size: int) -> str | None:
+    """Why a row is no distribution over the vocabulary, or None."""
+    if len(row.token_ids) == 0 or len(row.token_ids) != len(row.probs):
+        return "a row without entries, or with more ids than probabilities"
+    total = float(row.probs.sum(dtype=np.float64))
+    if not math.isfinite(total) or abs(total - 1.0) > ROW_SUM_TOLERANCE or float(row.probs.min()) <= 0.0:
+        return "a row that is not a distribution"
+    low, high = int(row.token_ids.min()), int(row.token_ids.max())
+    if low < 0 or high >= vocab_size or len(np.unique(row.token_ids)) != len(row.token_ids):
+        return "a row with a token twice or outside the vocabulary"
+    return None
+
+
+def sound_part(proposal: Proposal, vocab_size: int) -> Proposal:
+    """A chain up to its first row that is no distribution; the whole proposal if that is the first row of all.
+
+    A row depends on the tokens before it. To drop those because of it would be to judge them by what they are, which
+    bends rejection (docs/exactness.md).
+    """
+    if not proposal.is_chain or len(proposal.rows) != len(proposal.tokens):
+        return proposal
+    broken = (index for index, row in enumerate(proposal.rows) if row_fault(row, vocab_size) is not None)
+    return shorten(proposal, next(broken, 0) or len(proposal.tokens))
 
 
 def usable_suffix(proposal: Proposal, committed: HashedTokens) -> Proposal | None:

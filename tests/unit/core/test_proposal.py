@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core.prefix import HashedTokens, hash_tokens
-from outrider.core.proposal import Proposal, SparseRow, proposal_fault, shorten, usable_suffix
+from outrider.core.proposal import Proposal, SparseRow, proposal_fault, shorten, sound_part, usable_suffix
 
 VOCAB_SIZE = 10
 
@@ -60,6 +60,23 @@ def test_faults_are_told(bad: Proposal, word: str) -> None:
     fault = proposal_fault(bad, VOCAB_SIZE)
     assert fault is not None
     assert word in fault
+
+
+@pytest.mark.parametrize("broken", [row([2, 3], [NAN, 0.5]), row([2, 3], [0.0, 0.0]), row([2, 10], [0.5, 0.5])])
+def test_tokens_drawn_before_a_broken_row_are_kept(broken: SparseRow) -> None:
+    """Case S9. What the row holds depends on those tokens, so they must not be dropped because of it."""
+    good = row([1, 2], [0.5, 0.5])
+    for count in range(1, 4):
+        kept = sound_part(proposal([1, 2, 1, 2, 1], [*[good] * count, broken, *[good] * (4 - count)]), VOCAB_SIZE)
+        assert kept.tokens == (1, 2, 1, 2)[:count]
+        assert len(kept.rows) == count
+        assert proposal_fault(kept, VOCAB_SIZE) is None
+    from_the_first = proposal([1, 2], [broken, good])
+    assert sound_part(from_the_first, VOCAB_SIZE) is from_the_first
+    assert proposal_fault(from_the_first, VOCAB_SIZE) is not None
+    whole = proposal([1, 2], [good, good])
+    assert sound_part(whole, VOCAB_SIZE) is whole
+    assert sound_part(proposal([1, 2]), VOCAB_SIZE).tokens == (1, 2)
 
 
 @pytest.mark.parametrize("ids", [[-1, 1], [1, -5]])

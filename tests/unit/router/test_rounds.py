@@ -113,6 +113,22 @@ def test_how_much_is_offered_depends_on_lengths_alone(toy, wrong: int | None) ->
     assert len(plan.sequences[0].draft_rows) == 3
 
 
+def test_tokens_before_a_broken_row_are_verified(toy) -> None:
+    """Case S9, and rule 6: the row is broken because of them or not; they are offered all the same."""
+    world, draft = begin(toy)
+    world.add("r", [1, 2], max_tokens=30, sampling=Sampling(verifier=Verifier.REJECTION))
+    world.step()
+    whole = draft.propose(draft.texts[1], 4, rows=True)
+    nan = dataclasses.replace(whole.rows[2], probs=whole.rows[2].probs * float("nan"))
+    assert offer(world, draft, dataclasses.replace(whole, rows=(*whole.rows[:2], nan, whole.rows[3]))) is None
+    plan = world.step()
+    assert plan.sequences[0].num_proposal_tokens == 2
+    assert len(plan.sequences[0].draft_rows) == 2
+    assert offer(world, draft, dataclasses.replace(whole, rows=(nan, *whole.rows[1:]))) == (
+        "a row that is not a distribution"
+    )
+
+
 def test_a_budget_is_shared_evenly_among_proposals(toy) -> None:
     world = toy.World(toy.group_info(max_num_batched_tokens=12))
     draft = world.join("d")
