@@ -22,6 +22,8 @@ from outrider.core.errors import GroupError
 _KEY = "outrider/channel"
 _HELLO = struct.Struct("<32sI")  # secret, rank
 _LENGTH = struct.Struct("<Q")
+# Whoever connects and says nothing for so long is a stranger; the others wait meanwhile.
+_HELLO_S = 10.0
 
 
 class Channel:
@@ -47,8 +49,12 @@ class Channel:
             while len(peers) < world_size - 1:
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 peer, _ = listener.accept()
-                peer.settimeout(max(0.01, deadline - time.monotonic()))
-                given, rank = _HELLO.unpack(_receive(peer, _HELLO.size))
+                peer.settimeout(min(max(0.01, deadline - time.monotonic()), _HELLO_S))
+                try:
+                    given, rank = _HELLO.unpack(_receive(peer, _HELLO.size))
+                except OSError:
+                    peer.close()  # it went, or is silent
+                    continue
                 if not hmac.compare_digest(given, secret) or not 0 < rank < world_size or rank in peers:
                     peer.close()  # a stranger on the port
                     continue

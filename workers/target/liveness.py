@@ -22,6 +22,8 @@ from outrider.core.errors import GroupError
 log = logging.getLogger(__name__)
 
 _BEAT = {"beat": True}
+# Whoever connects and says nothing for so long is a stranger; the others wait meanwhile.
+_HELLO_S = 10.0
 
 
 class _Peer:
@@ -108,17 +110,21 @@ class Liveness:
         with self._listener as listener:
             while len(found) < self._world_size:
                 listener.settimeout(max(end - time.monotonic(), 0.01))
+                connection = None
                 try:
                     connection, _ = listener.accept()
-                    connection.settimeout(max(end - time.monotonic(), 0.01))
+                    connection.settimeout(min(max(end - time.monotonic(), 0.01), _HELLO_S))
                     peer = _Peer(connection, -1)
                     said = peer.receive_one()
                 except (OSError, ValueError) as error:
+                    if connection is not None:
+                        connection.close()
                     if time.monotonic() < end:
                         continue  # a stranger, or a rank that will try again
                     missing = sorted(set(range(self._world_size)) - set(found))
                     raise GroupError(f"ranks {missing} did not reach the leader within {deadline_s:g} s") from error
-                if said.get("token") != token or not 0 < said.get("rank", 0) < self._world_size:
+                ours = isinstance(said, dict) and said.get("token") == token
+                if not ours or not 0 < said.get("rank", 0) < self._world_size:
                     connection.close()
                     continue
                 peer.rank = said["rank"]

@@ -87,6 +87,24 @@ def test_a_stranger_does_not_take_a_place(pool: ThreadPoolExecutor) -> None:
     follower.close()
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_silent_stranger_does_not_hold_up_the_ranks(
+    stays: bool, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.workers.engine.channel._HELLO_S", 0.1)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    opening = pool.submit(Channel, store, 0, 2, "127.0.0.1", 3.0)
+    _, port, host = store.get("outrider/channel").decode().split()
+    with socket.create_connection((host, int(port)), timeout=10) as stranger:
+        if not stays:
+            stranger.close()
+        follower = Channel(store, 1, 2, "127.0.0.1", 3.0)
+        leader = opening.result(timeout=10)
+    leader.close()
+    follower.close()
+
+
 def test_a_rank_that_does_not_come_is_named(pool: ThreadPoolExecutor) -> None:
     with pytest.raises(GroupError, match="rank 0 could not open its control connection"):
         Channel(dist.HashStore(), 0, 2, "127.0.0.1", 0.1)

@@ -113,3 +113,20 @@ def test_strangers_do_not_count() -> None:
     thread.join(timeout=5)
     assert len(errors) == 1
     assert "does not reach the leader" in errors[0]
+
+
+@pytest.mark.parametrize("said", [b"", b"[1]\n"])
+def test_a_stranger_that_is_silent_or_odd_does_not_hold_up_the_ranks(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.workers.target.liveness._HELLO_S", 0.1)
+    leader, rank = Liveness(0, 2, print, print), Liveness(1, 2, print, print)
+    port = leader.listen("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(said)
+        joining = threading.Thread(target=rank.connect, args=("127.0.0.1", port, 7, {}, 5.0))
+        joining.start()
+        assert leader.accept(7, {}, 3.0) == [{"rank": 0}, {"rank": 1}]
+        joining.join(timeout=5)
+    rank.close()
+    leader.close()
