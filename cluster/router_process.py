@@ -47,7 +47,7 @@ class RouterProcess:
         """Start the process; it does not serve yet."""
         settings = self._folder / "settings.yaml"
         settings.write_text(yaml.safe_dump(self._settings().model_dump(mode="json")))
-        command = [sys.executable, "-P", "-m", "outrider.router", "-f", str(settings), "--redis", self._redis_url]
+        command = [sys.executable, "-P", "-m", "outrider.router", "-f", str(settings)]
         with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, "--router-id", self.router_id, "--grace", str(GRACE_S)],
@@ -55,7 +55,12 @@ class RouterProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in a terminal is for the supervisor
-                env={**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"},
+                env={
+                    **os.environ,
+                    "PYTHONSAFEPATH": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                    "OUTRIDER_REDIS_URL": self._redis_url,  # a command line, and a password in it, is for all to read
+                },
             )
 
     async def wait_registered(self, registry: Registry) -> None:

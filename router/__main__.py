@@ -1,10 +1,11 @@
-"""``python -m outrider.router -f CONFIG --redis URL``: one router process."""
+"""``python -m outrider.router -f CONFIG [--redis URL]``: one router process."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -17,15 +18,24 @@ from outrider.router.server import RouterServer
 
 log = logging.getLogger("outrider.router")
 
+REDIS_VARIABLE = "OUTRIDER_REDIS_URL"
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m outrider.router", description=__doc__)
     parser.add_argument("-f", "--file", type=Path, required=True, help="the cluster's settings file")
-    parser.add_argument("--redis", required=True, metavar="URL", help="where the cluster's Redis is")
+    parser.add_argument(
+        "--redis",
+        default=os.environ.get(REDIS_VARIABLE),
+        metavar="URL",
+        help=f"where the cluster's Redis is (default: {REDIS_VARIABLE}, which hides a password from other users)",
+    )
     parser.add_argument("--router-id", default=None, help="its name in the registry (default: host and a number)")
     parser.add_argument("--grace", type=float, default=5.0, metavar="SECONDS", help="time that SIGTERM gives requests")
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     arguments = parser.parse_args(argv)
+    if arguments.redis is None:
+        parser.error(f"--redis is missing, and {REDIS_VARIABLE} is not set")
     logging.basicConfig(
         stream=sys.stderr, level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
