@@ -187,7 +187,7 @@ def test_sixteen_streams_outlive_their_draft(testbed: Testbed, slow_target: Any,
 def check_status_in_the_middle(status: dict[str, Any], target: Any, cluster: Cluster) -> None:
     assert status["cluster"] == cluster.name
     (group,) = status["groups"]
-    assert (group["group_id"], group["state"], group["epoch"]) == ("g0", "ready", 1)
+    assert (group["group_id"], group["state"], group["epoch"]) == ("g0", "ready", target.record["epoch"])
     assert group["leader_address"] == target.record["address"]
     assert group["dtype"] == "float32"
     assert group["row_invariant"]

@@ -83,7 +83,7 @@ def test_killed_rank(testbed: Testbed, target: Any, plain: list[Completion], ran
         def rebuild() -> None:
             cluster.until(lambda: "lost" in cluster.status()["groups"][0]["state"], "the group is lost", 30)
             cluster.withdraw("g0")
-            cluster.announce("target", "g0", {**target.record, "epoch": 2})
+            cluster.announce("target", "g0", target.next_record(after=doomed.record["epoch"]))
 
         def kill(num_tokens: int) -> None:
             if num_tokens > 100 and not killed:
@@ -100,6 +100,7 @@ def test_killed_rank(testbed: Testbed, target: Any, plain: list[Completion], ran
     assert all(
         len(completion.token_ids) == case.max_tokens for case, completion in zip(CASES, completions, strict=True)
     )
-    assert [(group["epoch"], group["state"]) for group in status["groups"]] == [(2, "ready")]
+    assert target.record["epoch"] > doomed.record["epoch"]
+    assert [(group["epoch"], group["state"]) for group in status["groups"]] == [(target.record["epoch"], "ready")]
     assert (status["running"], status["queued"]) == (0, 0)
     assert status["groups"][0]["kv_blocks_free"] == status["groups"][0]["kv_blocks_total"]

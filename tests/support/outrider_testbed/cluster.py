@@ -57,7 +57,7 @@ class Cluster:
         self._heartbeats: dict[str, Heartbeat] = {}
 
     def __enter__(self) -> Cluster:
-        self.announce("target", self._target.record["group_id"], self._target.record)
+        self.announce("target", self._target.record["group_id"], self._target.next_record())
         for draft_id, record in self._draft_records.items():
             self.announce("draft", draft_id, record)
         try:

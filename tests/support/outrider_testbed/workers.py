@@ -94,6 +94,11 @@ class Target:
         names = ("group_id", "epoch", "address", "tensor_parallel_size", "ranks", "model", "dtype")
         self.record = {name: facts[0][name] for name in names}
 
+    def next_record(self, after: int = 0) -> dict[str, Any]:
+        """The record under an epoch that is newer than any that the group was attached under, and than ``after``."""
+        self.record = {**self.record, "epoch": max(self.record["epoch"], after) + 1}
+        return self.record
+
     @property
     def leader(self) -> HostedProcess:
         return self.ranks[0]
