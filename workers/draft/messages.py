@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
 from outrider.core.errors import InvalidRequest
 from outrider.core.proposal import Proposal
-from outrider.core.sampling import Sampling, Verifier
+from outrider.core.sampling import Sampling, Verifier, sampling_fault
 from outrider.core.wire import proposal_to_wire, sampling_from_wire
 from outrider.v1 import common_pb2, draft_pb2
 
@@ -148,14 +147,3 @@ def _open_from_wire(address: Address, message: draft_pb2.Open) -> Open | Refuse:
         sampling=sampling,
         num_tokens=message.num_tokens,
     )
-
-
-def sampling_fault(sampling: Sampling) -> str | None:
-    """What is wrong with sampling settings that came over the network, or None."""
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
-        return f"sampling.temperature is {sampling.temperature}, but must be finite and at least 0"
-    if not 0.0 < sampling.top_p <= 1.0:
-        return f"sampling.top_p is {sampling.top_p}, but must be in (0, 1]"
-    if (sampling.temperature == 0.0) != (sampling.verifier is Verifier.GREEDY):
-        return f"sampling.verifier is {sampling.verifier.label} at temperature {sampling.temperature}"
-    return None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.core.plan import SequencePlan, StepPlan, committed_checksum
-from outrider.core.sampling import Sampling, Verifier
+from outrider.core.sampling import Sampling, sampling_fault
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,9 @@ class SequenceTable:
         """The sequence as it is once the plan's rows ran. Changes nothing."""
         _check_rows(plan, self.limits)
         if plan.sampling is not None:
-            _check_sampling(plan.sampling)
+            fault = sampling_fault(plan.sampling)
+            if fault is not None:
+                raise InvalidPlan(fault)
         state = self.sequences.get(plan.seq_id)
         if state is not None and plan.generation < state.generation:
             raise InvalidPlan(f"generation {plan.generation} is older than the current one, {state.generation}")
@@ -207,16 +209,4 @@ def _check_rows(plan: SequencePlan, limits: Limits) -> None:
         raise InvalidPlan(
             f"logits_rows are {list(plan.logits_rows)}, but a proposal of {plan.num_proposal_tokens} among {num_rows} "
             f"rows is verified with rows {first} to {num_rows - 1}"
-        )
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    if not 0.0 <= sampling.temperature < float("inf"):
-        raise InvalidPlan(f"temperature is {sampling.temperature}, but must be finite and at least 0")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise InvalidPlan(f"top_p is {sampling.top_p}, but must be in (0, 1]")
-    if (sampling.temperature == 0.0) != (sampling.verifier is Verifier.GREEDY):
-        raise InvalidPlan(
-            f"verifier {sampling.verifier.label} does not go with temperature {sampling.temperature}: "
-            "greedy is the verifier at temperature 0 and only there"
         )

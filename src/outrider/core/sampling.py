@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -42,3 +43,17 @@ class Sampling:
     def needs_draft_probs(self) -> bool:
         """Whether verification needs the distribution that the draft sampled from."""
         return self.verifier is Verifier.REJECTION
+
+
+def sampling_fault(sampling: Sampling) -> str | None:
+    """What is wrong with settings that came over the network, or None. Names the field and the limit."""
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
+        return f"sampling.temperature is {sampling.temperature}, but must be finite and at least 0"
+    if not 0.0 < sampling.top_p <= 1.0:
+        return f"sampling.top_p is {sampling.top_p}, but must be in (0, 1]"
+    if (sampling.temperature == 0.0) != (sampling.verifier is Verifier.GREEDY):
+        return (
+            f"sampling.verifier is {sampling.verifier.label} at temperature {sampling.temperature}, "
+            "but must be greedy at temperature 0 and only there"
+        )
+    return None

@@ -19,7 +19,6 @@ from outrider.workers.draft.messages import (
     Refuse,
     command_from_wire,
     event_to_wire,
-    sampling_fault,
 )
 
 HEADER = common_pb2.Header(epoch=3, generation=8)
@@ -62,28 +61,6 @@ def test_an_unknown_verifier_is_refused() -> None:
     assert isinstance(command, Refuse)
     assert command.address == ADDRESS
     assert "verifier" in command.why
-
-
-@pytest.mark.parametrize(
-    ("sampling", "field"),
-    [
-        (Sampling(temperature=float("nan")), "temperature"),
-        (Sampling(temperature=float("inf")), "temperature"),
-        (Sampling(temperature=-0.5), "temperature"),
-        (Sampling(top_p=0.0), "top_p"),
-        (Sampling(top_p=1.5), "top_p"),
-        (Sampling(top_p=float("nan")), "top_p"),
-        (Sampling(temperature=0.0, verifier=Verifier.COUPLED), "verifier"),
-        (Sampling(temperature=1.0, verifier=Verifier.GREEDY), "verifier"),
-    ],
-)
-def test_sampling_faults_name_the_field(sampling: Sampling, field: str) -> None:
-    assert f"sampling.{field}" in str(sampling_fault(sampling))
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLING, Sampling(temperature=0.0, verifier=Verifier.GREEDY)])
-def test_good_sampling_has_no_fault(sampling: Sampling) -> None:
-    assert sampling_fault(sampling) is None
 
 
 def test_events() -> None:

@@ -110,7 +110,10 @@ INVALID = {
     "temperature": (sequence(3, sampling=Sampling(temperature=-1.0)), "temperature is -1.0"),
     "temperature not finite": (sequence(3, sampling=Sampling(temperature=float("nan"))), "temperature is nan"),
     "top_p": (sequence(3, sampling=Sampling(top_p=0.0)), "top_p is 0.0"),
-    "greedy that samples": (sequence(3, sampling=Sampling(verifier=Verifier.GREEDY)), "does not go with temperature"),
+    "greedy that samples": (
+        sequence(3, sampling=Sampling(verifier=Verifier.GREEDY)),
+        "verifier is greedy at temperature 1.0",
+    ),
 }
 
 
