@@ -112,7 +112,7 @@ INVALID = {
     "top_p": (sequence(3, sampling=Sampling(top_p=0.0)), "top_p is 0.0"),
     "greedy that samples": (
         sequence(3, sampling=Sampling(verifier=Verifier.GREEDY)),
-        "verifier is greedy at temperature 1.0",
+        "verifier is greedy at",
     ),
 }
 
