@@ -45,7 +45,11 @@ class TargetStream:
         response = await self._exchange(request, timeout_s, f"for step {plan.step}")
         if response.WhichOneof("body") != "result":
             raise GroupError(f"the {self._stream.peer} answered a plan with {response.WhichOneof('body')}")
-        return result_from_wire(response.header.epoch or self.epoch, response.result)
+        result = result_from_wire(response.header.epoch or self.epoch, response.result)
+        if (result.epoch, result.step) != (self.epoch, plan.step):  # the scheduler would drop it and wait for ever
+            answered = f"with step {result.step} of epoch {result.epoch}"
+            raise Unavailable(f"the {self._stream.peer} answered step {plan.step} of epoch {self.epoch} {answered}")
+        return result
 
     def when_over(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once the stream is over, also while no step runs."""
