@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from outrider.cluster.config import EngineConfig
 from outrider_testbed import TINY, Case, Testbed, run_all
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROUNDING = 1e-3  # entries are of the order of 1
 CASES = [

@@ -16,6 +16,8 @@ import pytest
 from outrider.client import Completion
 from outrider_testbed import TINY, Case, Cluster, Testbed, run_all, run_in_turn
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 # Scores of two kernels differ by rounding; closer than this they may order two tokens differently.
 GAP = 1e-4
 

@@ -16,6 +16,8 @@ import pytest
 from outrider.client import Completion
 from outrider_testbed import Case, Cluster, Relay, Testbed, run_all, run_in_turn
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 EXTRA_S = 0.1  # makes a step of sixteen streams long beside the time that a draft needs
 
 

@@ -12,6 +12,8 @@ import pytest
 from outrider.client import Client, Completion, Unavailable
 from outrider_testbed import Case, Testbed, run_all
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 CASES = [Case((60 + n, 7, 300), temperature=float(n % 2), seed=n, max_tokens=48) for n in range(6)]
 SOON_S = 10.0  # a client learns of it within that time
 
