@@ -15,6 +15,7 @@ from outrider.core.wire import proposal_from_wire
 from outrider.router.draft_stream import DraftStream
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
 from outrider.router.membership import follow_members
+from outrider.router.streams import Refused
 from outrider.v1 import draft_pb2
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,10 @@ class DraftPool:
         while not draft.state.startswith("refused"):
             try:
                 await self._converse(draft)
+            except Refused as error:
+                draft.state = f"refused: {error}"
+                log.error("draft %s at %s is %s", draft.draft_id, draft.record["address"], draft.state)
+                return
             except Unavailable as error:
                 if draft.state == "ready":
                     delay = FIRST_RETRY_S

@@ -163,7 +163,7 @@ class Scheduler:
         check_result(step.plan, result, self.info.vocab_size)
         self._in_flight = None
         self._pacer.ready_since = now
-        if all(len(part.plan.logits_rows) == len(part.plan.tokens) for part in step.rows.values()):
+        if step.rows and all(len(part.plan.logits_rows) == len(part.plan.tokens) for part in step.rows.values()):
             self._pacer.step_took(now - step.started)
         committed = []
         for outcome in result.sequences:

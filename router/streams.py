@@ -28,6 +28,10 @@ CHANNEL_OPTIONS = (
 )
 
 
+class Refused(Unavailable):
+    """The peer said that the two do not fit: trying again cannot help."""
+
+
 class BidiStream(Generic[Request, Response]):
     """Messages to and from one peer. ``write`` and ``read`` raise ``Unavailable`` once the stream is over."""
 
@@ -45,7 +49,7 @@ class BidiStream(Generic[Request, Response]):
     async def read(self) -> Response:
         response = await self._guarded(self._call.read())
         if response is EOF:
-            raise self._broken(await self._status())
+            raise await self._why_over()
         return response
 
     def when_over(self, callback: Callable[[], None]) -> None:
@@ -74,7 +78,7 @@ class BidiStream(Generic[Request, Response]):
         try:
             return await operation
         except grpc.aio.AioRpcError as error:
-            raise self._broken(error.details() or error.code().name) from error
+            raise self._refused_or_broken(error.code(), error.details() or "") from error
         except asyncio.InvalidStateError as error:
             raise self._broken("it has ended") from error
         except asyncio.CancelledError:
@@ -86,8 +90,13 @@ class BidiStream(Generic[Request, Response]):
     def _broken(self, reason: str) -> Unavailable:
         return self._ended or Unavailable(f"the stream to the {self.peer} broke: {reason}")
 
-    async def _status(self) -> str:
+    def _refused_or_broken(self, code: grpc.StatusCode, details: str) -> Unavailable:
+        if code is grpc.StatusCode.FAILED_PRECONDITION and self._ended is None:
+            return Refused(f"the {self.peer} refuses: {details}")
+        return self._broken(f"{code.name} {details}".strip())
+
+    async def _why_over(self) -> Unavailable:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                return f"{(await self._call.code()).name} {await self._call.details() or ''}".strip()
-        return "no status"
+                return self._refused_or_broken(await self._call.code(), await self._call.details() or "")
+        return self._broken("no status")

@@ -45,7 +45,10 @@ class TargetStream:
         response = await self._exchange(request, timeout_s, f"for step {plan.step}")
         if response.WhichOneof("body") != "result":
             raise GroupError(f"the {self._stream.peer} answered a plan with {response.WhichOneof('body')}")
-        result = result_from_wire(response.header.epoch or self.epoch, response.result)
+        try:
+            result = result_from_wire(response.header.epoch or self.epoch, response.result)
+        except ValueError as error:
+            raise Unavailable(f"the {self._stream.peer} answered step {plan.step} with {error}") from error
         if (result.epoch, result.step) != (self.epoch, plan.step):  # the scheduler would drop it and wait for ever
             answered = f"with step {result.step} of epoch {result.epoch}"
             raise Unavailable(f"the {self._stream.peer} answered step {plan.step} of epoch {self.epoch} {answered}")

@@ -121,7 +121,6 @@ class TargetShard:
         elif self._channel is not None and self._liveness is not None:
             self._follower = Follower(self._step, self._channel, self._rank, self._liveness.fail)
             self._follower.start()
-        if self._liveness is not None:
             self._liveness.start()
         return started
 
@@ -188,6 +187,8 @@ class TargetShard:
         if self._liveness is not None:
             leader.on_failure(self._liveness.fail)
         leader.start()
+        if self._liveness is not None:
+            self._liveness.start()  # before anything that may take long: the others watch already
         self._server = TargetServer(leader, info, self._epoch, config.step_timeout_s)
         address = self._server.start(ip)
         record = {

@@ -55,6 +55,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer):
         delay_s: time from a commit to its proposal.
         corrupt: changes each proposal before it is sent.
         evict: answer every Open with Evicted.
+        refuse: end every stream with FAILED_PRECONDITION and this line, as a worker does whose tokenizer is another.
         faults: what was wrong with messages of the scheduler; empty in a correct run.
     """
 
@@ -67,7 +68,9 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer):
     max_num_tokens: int = 8
     corrupt: Callable[[common_pb2.Proposal], None] | None = None
     evict: bool = False
+    refuse: str = ""
     faults: list[str] = field(default_factory=list)
+    num_streams: int = 0
     num_opened: int = 0
     num_proposed: int = 0
     num_sessions: int = 0
@@ -111,6 +114,9 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer):
     async def Session(  # noqa: N802
         self, requests: AsyncIterator[draft_pb2.SessionRequest], context: Any
     ) -> AsyncIterator[draft_pb2.SessionResponse]:
+        self.num_streams += 1
+        if self.refuse:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuse)
         sessions: dict[int, _Session] = {}
         outbox: asyncio.Queue[draft_pb2.SessionResponse] = asyncio.Queue()
         late: set[asyncio.Task[None]] = set()

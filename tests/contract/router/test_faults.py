@@ -218,6 +218,23 @@ async def test_a_draft_with_another_tokenizer_is_refused(
     assert draft.num_opened == 0
 
 
+async def test_a_draft_that_refuses_is_not_asked_again(world: Any) -> None:
+    """A real worker compares the tokenizers itself and ends the stream; asking it again would not change them."""
+    await world.target()
+    draft = await world.draft(refuse="tokenizers differ: a and b")
+    server = await world.router()
+    client = await world.client(server)
+
+    async def refused() -> bool:
+        drafts = (await client.status())["drafts"]
+        return bool(drafts) and drafts[0]["state"].startswith("refused: ")
+
+    await world.until(refused, "the draft is refused")
+    assert "tokenizers differ: a and b" in (await client.status())["drafts"][0]["state"]
+    await asyncio.sleep(0.5)  # several of the first retries' delays
+    assert draft.num_streams == 1
+
+
 async def test_two_drafts_share_the_requests(world: Any) -> None:
     target = await world.target(step_s=0.01)
     drafts: list[StandInDraft] = [await world.draft(draft_id=f"draft-{index}") for index in range(2)]
