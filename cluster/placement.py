@@ -64,14 +64,15 @@ class ClusterPlacement:
 def plan_placement(config: ClusterConfig, *, num_gpus: float = 0.0) -> ClusterPlacement:
     """What a cluster needs.
 
-    ``num_gpus`` is the number of GPUs that Ray has; ``device: auto`` takes them if there are enough for all.
+    ``num_gpus`` is the number of GPUs that Ray has; with ``device: auto`` the ranks take them if there are enough for
+    all ranks, and then the drafts if enough are left for all drafts.
     """
     size = config.target.tensor_parallel_size
     seats = [(pool, index) for pool in config.drafts for index in range(pool.replicas)]
-    wanted = [config.target.device] * size + [pool.device for pool, _ in seats]
-    auto_gpu = num_gpus >= sum(device != "cpu" for device in wanted) > 0
-    rank_needs = _needs(config.target, config.target.resources, auto_gpu)
-    drafts = tuple(DraftSeat(pool, index, _needs(pool, pool.resources, auto_gpu)) for pool, index in seats)
+    rank_needs = _needs(config.target, config.target.resources, num_gpus >= size)
+    left = num_gpus - size * rank_needs.get("GPU", 0.0)
+    enough = left >= sum(pool.device != "cpu" for pool, _ in seats)
+    drafts = tuple(DraftSeat(pool, index, _needs(pool, pool.resources, enough)) for pool, index in seats)
     first = rank_needs
     for seat in drafts:
         if seat.pool.placement == "sameNode":

@@ -8,14 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.core.errors import InvalidRequest
-from outrider.core.sampling import Sampling, Verifier
+from outrider.core.sampling import MIN_TEMPERATURE, Sampling, Verifier
 from outrider.router.requests import NewRequest
 from outrider.router.tokenizer import TextTokenizer
 from outrider.v1 import generation_pb2, group_pb2
 
 AnyRequest = generation_pb2.GenerateRequest | group_pb2.SubmitRequest
 
-MIN_TEMPERATURE = 1e-3  # below, logits leave what float32 holds; whoever wants the most likely token asks for 0
 MAX_TEMPERATURE = 100.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256

@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass
 
 
+MIN_TEMPERATURE = 1e-3  # below, logits leave what float32 holds; whoever wants the most likely token asks for 0
+
+
 class Verifier(enum.IntEnum):
     """How proposals are checked; the numbers are those of the protocol. See docs/exactness.md."""
 
@@ -47,8 +50,9 @@ class Sampling:
 
 def sampling_fault(sampling: Sampling) -> str | None:
     """What is wrong with settings that came over the network, or None. Names the field and the limit."""
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
-        return f"sampling.temperature is {sampling.temperature}, but must be finite and at least 0"
+    temperature = sampling.temperature
+    if not math.isfinite(temperature) or (temperature != 0.0 and temperature < MIN_TEMPERATURE):
+        return f"sampling.temperature is {temperature}, but must be finite and 0 or at least {MIN_TEMPERATURE:g}"
     if not 0.0 < sampling.top_p <= 1.0:
         return f"sampling.top_p is {sampling.top_p}, but must be in (0, 1]"
     if (sampling.temperature == 0.0) != (sampling.verifier is Verifier.GREEDY):

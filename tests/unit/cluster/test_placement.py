@@ -55,9 +55,12 @@ def test_any_and_remote_drafts_leave_the_bundles_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "target_gpu", "draft_gpu"), [(0.0, False, False), (2.0, False, False), (3.0, True, True)]
+    ("num_gpus", "target_gpu", "draft_gpu"),
+    [(0.0, False, False), (1.0, False, True), (2.0, True, False), (3.0, True, True)],
 )
-def test_auto_takes_gpus_only_if_there_are_enough_for_all(num_gpus: float, target_gpu: bool, draft_gpu: bool) -> None:
+def test_auto_gives_gpus_to_all_ranks_first_and_then_to_all_drafts(
+    num_gpus: float, target_gpu: bool, draft_gpu: bool
+) -> None:
     placement = plan_placement(settings({}, tensor_parallel_size=2), num_gpus=num_gpus)
     assert ("GPU" in placement.rank_needs) is target_gpu
     assert ("GPU" in placement.drafts[0].needs) is draft_gpu

@@ -13,6 +13,7 @@ from outrider.core.sampling import Sampling, Verifier, sampling_fault
         (Sampling(temperature=float("nan")), "temperature"),
         (Sampling(temperature=float("inf")), "temperature"),
         (Sampling(temperature=-0.5), "temperature"),
+        (Sampling(temperature=1e-310), "temperature"),
         (Sampling(top_p=0.0), "top_p"),
         (Sampling(top_p=1.5), "top_p"),
         (Sampling(top_p=float("nan")), "top_p"),
