@@ -6,7 +6,6 @@ import enum
 import math
 from dataclasses import dataclass
 
-
 MIN_TEMPERATURE = 1e-3  # below, logits leave what float32 holds; whoever wants the most likely token asks for 0
 
 
