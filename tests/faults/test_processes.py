@@ -80,23 +80,26 @@ def test_killed_rank(testbed: Testbed, target: Any, plain: list[Completion], ran
     """A group of two is killed and one of one takes over: the texts go on as if nothing had happened."""
     doomed = testbed.new_target(2)
     killed: list[float] = []
-    with testbed.cluster(doomed, (testbed.draft("tiny"),)) as cluster, ThreadPoolExecutor(1) as other:
+    try:
+        with testbed.cluster(doomed, (testbed.draft("tiny"),)) as cluster, ThreadPoolExecutor(1) as other:
 
-        def rebuild() -> None:
-            cluster.until(lambda: "lost" in cluster.status()["groups"][0]["state"], "the group is lost", 30)
-            cluster.withdraw("g0")
-            cluster.announce("target", "g0", target.next_record(after=doomed.record["epoch"]))
+            def rebuild() -> None:
+                cluster.until(lambda: "lost" in cluster.status()["groups"][0]["state"], "the group is lost", 30)
+                cluster.withdraw("g0")
+                cluster.announce("target", "g0", target.next_record(after=doomed.record["epoch"]))
 
-        def kill(num_tokens: int) -> None:
-            if num_tokens > 100 and not killed:
-                killed.append(time.monotonic())
-                doomed.ranks[rank].kill()
-                rebuilt.append(other.submit(rebuild))
+            def kill(num_tokens: int) -> None:
+                if num_tokens > 100 and not killed:
+                    killed.append(time.monotonic())
+                    doomed.ranks[rank].kill()
+                    rebuilt.append(other.submit(rebuild))
 
-        rebuilt: list[Any] = []
-        completions = run_all(cluster.address, CASES, on_token=kill)
-        rebuilt[0].result(60)
-        status = cluster.status()
+            rebuilt: list[Any] = []
+            completions = run_all(cluster.address, CASES, on_token=kill)
+            rebuilt[0].result(60)
+            status = cluster.status()
+    finally:
+        doomed.kill()  # the other rank waits for the dead one in a sum, as busily as it can
     assert killed
     assert texts(completions) == texts(plain)
     assert all(

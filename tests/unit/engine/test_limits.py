@@ -108,8 +108,9 @@ def test_default_number_of_blocks() -> None:
 def test_a_group_that_does_not_come_together_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
-    for name in ("MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     place = {"local_size": 2, "master_addr": "127.0.0.1", "master_port": free_port("127.0.0.1"), "node_ip": "127.0.0.1"}
     for rank in (0, 1):
         with pytest.raises(GroupError, match=f"rank {rank} of 2 found no group at 127.0.0.1"):

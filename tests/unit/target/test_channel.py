@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from outrider.core.errors import GroupError
 from outrider.workers.target.channel import ChannelClosed, ShmPlanChannel, wait_until
+
+ECHO = Path(__file__).with_name("echo_process.py")
 
 
 @pytest.fixture
@@ -91,19 +95,13 @@ def test_waiting_burns_no_core() -> None:
     assert time.thread_time() - used < 0.2
 
 
-def _echo(names: tuple[str, str]) -> None:
-    there = ShmPlanChannel.open(names[0], 1, 2, deadline_s=30)
-    answer = ShmPlanChannel.open(names[1], 0, 2, deadline_s=30)  # the test holds the other end of this one
-    while len(values := there.receive()):
-        answer.send(values)
-
-
 def test_hand_off_between_processes() -> None:
     there = ShmPlanChannel.create(2, deadline_s=30)
     back = ShmPlanChannel.create(2, deadline_s=30)
     answer = ShmPlanChannel.open(back.path, 1, 2, deadline_s=30)
-    process = multiprocessing.get_context("spawn").Process(target=_echo, args=((there.path, back.path),), daemon=True)
-    process.start()
+    process = subprocess.Popen([sys.executable, str(ECHO), there.path, back.path])
+    impatience = threading.Timer(30.0, answer.abort)  # a process that does not start must not hang the test
+    impatience.start()
     try:
         there.send(np.arange(1))  # the process is up
         answer.receive()
@@ -115,10 +113,11 @@ def test_hand_off_between_processes() -> None:
             assert np.array_equal(answer.receive(), values)
             times.append(time.perf_counter() - start)
         there.send(np.empty(0, dtype=np.int64))
-        process.join(timeout=10)
-        assert process.exitcode == 0
+        assert process.wait(timeout=10) == 0
         print(f"\nshared memory, there and back: median {1e6 * float(np.median(times)):.0f} µs")
     finally:
+        impatience.cancel()
         process.kill()
+        process.wait(timeout=10)
         there.close()
         back.close()
