@@ -12,6 +12,7 @@ import grpc
 
 from outrider.core.prefix import HashedTokens
 from outrider.core.sampling import Verifier
+from outrider.testing.server import StandInServer
 from outrider.testing.toy import VOCAB_SIZE, ToyModel
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
@@ -47,7 +48,7 @@ def from_the_future(proposal: common_pb2.Proposal) -> None:
 
 
 @dataclass
-class StandInDraft(draft_pb2_grpc.DraftServiceServicer):
+class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
     """A gRPC server of ``DraftService``; use it as an async context manager.
 
     Attributes:
@@ -74,30 +75,13 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer):
     num_opened: int = 0
     num_proposed: int = 0
     num_sessions: int = 0
-    address: str = ""
-    port: int = 0
 
-    def __post_init__(self) -> None:
-        self._server: Any = None
-
-    async def __aenter__(self) -> StandInDraft:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Listen on a free port (on the same one again after ``stop``)."""
-        self._server = grpc.aio.server()
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
-        self.address = f"127.0.0.1:{self.port}"
-        await self._server.start()
+    def _register(self, server: Any) -> None:
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
 
     async def stop(self) -> None:
         """Die at once: streams break and sessions are gone."""
-        await self._server.stop(None)
+        await super().stop()
         self.num_sessions = 0
 
     def record(self) -> dict[str, Any]:

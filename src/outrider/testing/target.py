@@ -22,6 +22,7 @@ from outrider.core.plan import (
 from outrider.core.prefix import HashedTokens
 from outrider.core.sampling import Sampling
 from outrider.core.wire import group_info_to_wire, plan_from_wire, result_to_wire
+from outrider.testing.server import StandInServer
 from outrider.testing.toy import VOCAB_SIZE, ToyModel
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -36,7 +37,7 @@ class _Sequence:
 
 
 @dataclass
-class StandInTarget(target_pb2_grpc.TargetServiceServicer):
+class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
     """A gRPC server of ``TargetService``; use it as an async context manager.
 
     Attributes:
@@ -66,35 +67,20 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer):
     batch_sizes: list[int] = field(default_factory=list)
     samplings: list[Sampling] = field(default_factory=list)
     sent_rows: int = 0
-    address: str = ""
-    port: int = 0
 
     def __post_init__(self) -> None:
         self._sequences: dict[int, _Sequence] = {}
-        self._server: Any = None
         self._fail_with: str | None = None
         self._paused = asyncio.Event()
         self._paused.set()
 
-    async def __aenter__(self) -> StandInTarget:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Listen on a free port (on the same one again after ``stop``)."""
-        self._server = grpc.aio.server()
-        target_pb2_grpc.add_TargetServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
-        self.address = f"127.0.0.1:{self.port}"
-        await self._server.start()
+    def _register(self, server: Any) -> None:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
 
     async def stop(self) -> None:
         """Die at once: streams break."""
         self._paused.set()
-        await self._server.stop(None)
+        await super().stop()
 
     def fail(self, message: str) -> None:
         """Answer the next plan with a failure of the whole group."""
