@@ -202,8 +202,10 @@ async def test_rows_that_are_not_finite(worker: Any, connect: Connect, plain_dec
             assert proposal.tokens == expected.tokens
             assert len(proposal.rows) == len(expected.rows)
     bad_positions.update(range(45))
-    for extra in (1, 2):
-        await scheduler.commit(1, [*text, 9, 9][: len(text) + extra], len(text) + extra - 1)
+    await scheduler.commit(1, [*text, 9], len(text))
+    # Commits that wait together are one round: the next must not come before this one's round has run.
+    await worker.until(lambda batcher: any(session.invalid_rounds == 2 for session in batcher.sessions.values()))
+    await scheduler.commit(1, [*text, 9, 9], len(text) + 1)
     message = await scheduler.receive()
     assert (message.evicted.session_id, message.evicted.reason) == (1, draft_pb2.EVICTION_REASON_INVALID_LOGITS)
     await scheduler.commit(3, [*other, 9], 50, generation=2)
