@@ -2,20 +2,22 @@
 
 A message is ``[kind, num_sequences_held, checksum, num_rows, num_refused, plan ...]``. The plan part carries what a
 rank needs to run the same rows: everything but the proposal's q rows, which only the leader looks at. Unsigned 64-bit
-numbers travel as their two's complement, floats as their 64-bit pattern.
+numbers travel as their two's complement.
 """
 
 from __future__ import annotations
 
 import enum
-import struct
 from dataclasses import dataclass
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from outrider.core.errors import GroupError
 from outrider.core.plan import PlanKind, SequencePlan, StepPlan
-from outrider.core.sampling import Sampling, Verifier
+from outrider.core.sampling import Sampling
+from outrider.core.wire import sampling_from_wire, sampling_to_wire
+from outrider.v1 import common_pb2
 
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
@@ -85,11 +87,10 @@ class _Reader:
     def take_unsigned(self) -> int:
         return self.take() & _MASK
 
-    def take_float(self) -> float:
-        return float(struct.unpack("<d", struct.pack("<q", self.take()))[0])
-
     def take_many(self) -> tuple[int, ...]:
-        count = self.take()
+        return self.take_exactly(self.take())
+
+    def take_exactly(self, count: int) -> tuple[int, ...]:
         end = self.position + count
         if count < 0 or end > len(self.values):
             raise ValueError(f"a list of {count} numbers at {self.position} of {len(self.values)}")
@@ -100,10 +101,6 @@ class _Reader:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value & _SIGN else value
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def _put_many(out: list[int], values: tuple[int, ...]) -> None:
@@ -132,6 +129,8 @@ def _put_plan(out: list[int], plan: StepPlan) -> None:
             sequence.parents,
             sequence.logits_rows,
             sequence.commit_path,
+            sequence.scored_tokens,
+            sequence.prefix_tokens,
         ):
             _put_many(out, values)
         _put_sampling(out, sequence.sampling)
@@ -160,6 +159,7 @@ def _get_sequence(reader: _Reader) -> SequencePlan:
     kv_len, block_keep, num_proposal_tokens = reader.take(), reader.take(), reader.take()
     block_append, tokens, parents = reader.take_many(), reader.take_many(), reader.take_many()
     logits_rows, commit_path = reader.take_many(), reader.take_many()
+    scored_tokens, prefix_tokens = reader.take_many(), reader.take_many()
     return SequencePlan(
         seq_id=seq_id,
         generation=generation,
@@ -172,30 +172,24 @@ def _get_sequence(reader: _Reader) -> SequencePlan:
         logits_rows=logits_rows,
         commit_path=commit_path,
         sampling=_get_sampling(reader),
+        scored_tokens=scored_tokens,
+        prefix_tokens=prefix_tokens,
     )
 
 
 def _put_sampling(out: list[int], sampling: Sampling | None) -> None:
-    out.append(0 if sampling is None else 1)
-    if sampling is not None:
-        out += [
-            _bits(sampling.temperature),
-            sampling.top_k,
-            _bits(sampling.top_p),
-            _signed(sampling.seed),
-            sampling.choice,
-            int(sampling.verifier),
-        ]
+    """Once for each sequence, and with strings in it: as the protocol's own message."""
+    data = b"" if sampling is None else sampling_to_wire(sampling).SerializeToString(deterministic=True)
+    out.append(-1 if sampling is None else len(data))
+    out.extend(np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype="<i8").tolist())
 
 
 def _get_sampling(reader: _Reader) -> Sampling | None:
-    if not reader.take():
+    size = reader.take()
+    if size < 0:
         return None
-    return Sampling(
-        temperature=reader.take_float(),
-        top_k=reader.take(),
-        top_p=reader.take_float(),
-        seed=reader.take_unsigned(),
-        choice=reader.take(),
-        verifier=Verifier(reader.take()),
-    )
+    data = np.array(reader.take_exactly(-(-size // 8)), dtype="<i8").tobytes()[:size]
+    try:
+        return sampling_from_wire(common_pb2.Sampling.FromString(data))
+    except DecodeError as error:
+        raise ValueError(f"sampling settings: {error}") from error

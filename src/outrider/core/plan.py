@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from outrider.core.logprobs import TokenLogprobs
 from outrider.core.proposal import Proposal, SparseRow
 from outrider.core.sampling import Sampling
 
@@ -44,6 +45,15 @@ class SequencePlan:
     logits_rows: tuple[int, ...] = ()
     commit_path: tuple[int, ...] = ()
     sampling: Sampling | None = None  # with the first plan of a sequence
+    scored_tokens: tuple[int, ...] = ()  # what follows the first of logits_rows; see rows_fault
+    prefix_tokens: tuple[
+        int, ...
+    ] = ()  # positions below kv_len, where the first plan starts above 0 and they are needed
+
+    @property
+    def verified_rows(self) -> tuple[int, ...]:
+        """The rows of ``logits_rows`` that verification looks at: all but the scored ones."""
+        return self.logits_rows[len(self.scored_tokens) :]
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,11 @@ class SequenceResult:
     error: SequenceError | None = None
     error_message: str = ""
     proposals: tuple[Proposal, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each committed token, where they are asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of the plan's scored_tokens
+    num_forced_tokens: int = 0  # proposal tokens in whose place the grammar left no choice
+    num_forced_accepted: int = 0
+    grammar_us: int = 0
 
 
 @dataclass(frozen=True)

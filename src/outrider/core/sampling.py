@@ -5,6 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from outrider.core.grammar import Grammar
+from outrider.core.logprobs import LogprobsMode
 
 MIN_TEMPERATURE = 1e-3  # below, logits leave what float32 holds; whoever wants the most likely token asks for 0
 
@@ -23,7 +27,7 @@ class Verifier(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings that target and draft both apply, in this order: temperature, top-k, top-p.
+    """Settings that target and draft both apply (docs/sampling.md has their order).
 
     Attributes:
         temperature: at least 0; 0 means greedy.
@@ -32,6 +36,13 @@ class Sampling:
         seed: 64 bits; with ``choice`` the source of every random number of the request.
         choice: index among the choices of one request.
         verifier: GREEDY if and only if ``temperature`` is 0.
+        controls: (name, value) of every further control that changes something, resolved, sorted by name; see
+            ``outrider.controls``.
+        prompt_len: tokens of the prompt; what follows is output, and some controls look at the output only.
+        grammar: the output's language; None for free text.
+        logprobs: most likely tokens that are reported beside each output token; None for no log-probabilities.
+        prompt_logprobs: the same for the prompt's tokens.
+        logprobs_mode: the distribution that they are of.
     """
 
     temperature: float = 1.0
@@ -40,6 +51,12 @@ class Sampling:
     seed: int = 0
     choice: int = 0
     verifier: Verifier = Verifier.COUPLED
+    controls: tuple[tuple[str, Any], ...] = ()
+    prompt_len: int = 0
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
 
     @property
     def needs_draft_probs(self) -> bool:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
+from outrider.core.grammar import Grammar, GrammarKind
+from outrider.core.logprobs import LogprobsMode, TokenLogprobs
 from outrider.core.plan import (
     GroupInfo,
     PlanKind,
@@ -28,6 +34,12 @@ def sampling_to_wire(sampling: Sampling) -> common_pb2.Sampling:
         seed=sampling.seed,
         choice=sampling.choice,
         verifier=int(sampling.verifier),  # type: ignore[arg-type]
+        controls=controls_to_wire(sampling.controls),
+        prompt_len=sampling.prompt_len,
+        grammar=grammar_to_wire(sampling.grammar) if sampling.grammar is not None else None,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        logprobs_mode=int(sampling.logprobs_mode),  # type: ignore[arg-type]
     )
 
 
@@ -39,6 +51,56 @@ def sampling_from_wire(message: common_pb2.Sampling) -> Sampling:
         seed=message.seed,
         choice=message.choice,
         verifier=Verifier(message.verifier),
+        controls=controls_from_wire(message.controls),
+        prompt_len=message.prompt_len,
+        grammar=grammar_from_wire(message.grammar) if message.HasField("grammar") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        logprobs_mode=LogprobsMode(message.logprobs_mode or LogprobsMode.RAW),
+    )
+
+
+def controls_to_wire(controls: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    return {name: json.dumps(value, separators=(",", ":"), allow_nan=False) for name, value in controls}
+
+
+def controls_from_wire(controls: Mapping[str, str]) -> tuple[tuple[str, Any], ...]:
+    """Sorted by name. Raises ``ValueError`` for what is not JSON."""
+    return tuple((name, _frozen(json.loads(controls[name]))) for name in sorted(controls))
+
+
+def _frozen(value: Any) -> Any:
+    """JSON with tuples in place of its lists, so that it can be compared and hashed."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def grammar_to_wire(grammar: Grammar) -> common_pb2.Grammar:
+    return common_pb2.Grammar(**{grammar.kind.value: grammar.text})
+
+
+def grammar_from_wire(message: common_pb2.Grammar) -> Grammar | None:
+    """None for a message that holds none."""
+    kind = message.WhichOneof("kind")
+    return Grammar(GrammarKind(kind), getattr(message, kind)) if kind is not None else None
+
+
+def logprobs_to_wire(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_ids=entry.top_ids,
+        top_logprobs=entry.top_logprobs,
+    )
+
+
+def logprobs_from_wire(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=message.token_id,
+        logprob=message.logprob,
+        rank=message.rank,
+        top_ids=tuple(message.top_ids),
+        top_logprobs=tuple(message.top_logprobs),
     )
 
 
@@ -117,6 +179,8 @@ def _sequence_plan_to_wire(sequence: SequencePlan) -> target_pb2.SequencePlan:
         draft_rows=[row_to_wire(row) for row in sequence.draft_rows],
         logits_rows=sequence.logits_rows,
         sampling=sampling_to_wire(sequence.sampling) if sequence.sampling is not None else None,
+        scored_tokens=sequence.scored_tokens,
+        prefix_tokens=sequence.prefix_tokens,
     )
 
 
@@ -134,6 +198,8 @@ def _sequence_plan_from_wire(message: target_pb2.SequencePlan) -> SequencePlan:
         draft_rows=tuple(row_from_wire(row) for row in message.draft_rows),
         logits_rows=tuple(message.logits_rows),
         sampling=sampling_from_wire(message.sampling) if message.HasField("sampling") else None,
+        scored_tokens=tuple(message.scored_tokens),
+        prefix_tokens=tuple(message.prefix_tokens),
     )
 
 
@@ -150,6 +216,11 @@ def result_to_wire(result: StepResult) -> target_pb2.StepResult:
                 error=int(sequence.error) if sequence.error is not None else 0,  # type: ignore[arg-type]
                 error_message=sequence.error_message,
                 proposals=[proposal_to_wire(proposal) for proposal in sequence.proposals],
+                logprobs=[logprobs_to_wire(entry) for entry in sequence.logprobs],
+                prompt_logprobs=[logprobs_to_wire(entry) for entry in sequence.prompt_logprobs],
+                num_forced_tokens=sequence.num_forced_tokens,
+                num_forced_accepted=sequence.num_forced_accepted,
+                grammar_us=sequence.grammar_us,
             )
             for sequence in result.sequences
         ],
@@ -182,6 +253,11 @@ def result_from_wire(epoch: int, message: target_pb2.StepResult) -> StepResult:
                 error=SequenceError(sequence.error) if sequence.error else None,
                 error_message=sequence.error_message,
                 proposals=tuple(proposal_from_wire(proposal) for proposal in sequence.proposals),
+                logprobs=tuple(logprobs_from_wire(entry) for entry in sequence.logprobs),
+                prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in sequence.prompt_logprobs),
+                num_forced_tokens=sequence.num_forced_tokens,
+                num_forced_accepted=sequence.num_forced_accepted,
+                grammar_us=sequence.grammar_us,
             )
             for sequence in message.sequences
         ),

@@ -24,21 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/common.proto\x12\x0boutrider.v1\"+\n\x06Header\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x84\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\'\n\x08verifier\x18\x06 \x01(\x0e\x32\x15.outrider.v1.Verifier\"-\n\tSparseRow\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x03(\x02\"\xae\x01\n\x08Proposal\x12\x13\n\x0bproposal_id\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\tbase_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x11\x12$\n\x04rows\x18\x06 \x03(\x0b\x32\x16.outrider.v1.SparseRow\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x10\n\x08\x64raft_ms\x18\x08 \x01(\x01*g\n\x08Verifier\x12\x18\n\x14VERIFIER_UNSPECIFIED\x10\x00\x12\x13\n\x0fVERIFIER_GREEDY\x10\x01\x12\x16\n\x12VERIFIER_REJECTION\x10\x02\x12\x14\n\x10VERIFIER_COUPLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/common.proto\x12\x0boutrider.v1\"+\n\x06Header\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\xaf\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\'\n\x08verifier\x18\x06 \x01(\x0e\x32\x15.outrider.v1.Verifier\x12\x35\n\x08\x63ontrols\x18\x07 \x03(\x0b\x32#.outrider.v1.Sampling.ControlsEntry\x12\x12\n\nprompt_len\x18\x08 \x01(\r\x12%\n\x07grammar\x18\t \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x30\n\rlogprobs_mode\x18\x0c \x01(\x0e\x32\x19.outrider.v1.LogprobsMode\x1a/\n\rControlsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"I\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"g\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"-\n\tSparseRow\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x03(\x02\"\xae\x01\n\x08Proposal\x12\x13\n\x0bproposal_id\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\tbase_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x11\x12$\n\x04rows\x18\x06 \x03(\x0b\x32\x16.outrider.v1.SparseRow\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x10\n\x08\x64raft_ms\x18\x08 \x01(\x01*g\n\x08Verifier\x12\x18\n\x14VERIFIER_UNSPECIFIED\x10\x00\x12\x13\n\x0fVERIFIER_GREEDY\x10\x01\x12\x16\n\x12VERIFIER_REJECTION\x10\x02\x12\x14\n\x10VERIFIER_COUPLED\x10\x03*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFIER']._serialized_start=445
-  _globals['_VERIFIER']._serialized_end=548
+  _globals['_SAMPLING_CONTROLSENTRY']._loaded_options = None
+  _globals['_SAMPLING_CONTROLSENTRY']._serialized_options = b'8\001'
+  _globals['_VERIFIER']._serialized_start=924
+  _globals['_VERIFIER']._serialized_end=1027
+  _globals['_LOGPROBSMODE']._serialized_start=1029
+  _globals['_LOGPROBSMODE']._serialized_end=1126
   _globals['_HEADER']._serialized_start=41
   _globals['_HEADER']._serialized_end=84
   _globals['_SAMPLING']._serialized_start=87
-  _globals['_SAMPLING']._serialized_end=219
-  _globals['_SPARSEROW']._serialized_start=221
-  _globals['_SPARSEROW']._serialized_end=266
-  _globals['_PROPOSAL']._serialized_start=269
-  _globals['_PROPOSAL']._serialized_end=443
+  _globals['_SAMPLING']._serialized_end=518
+  _globals['_SAMPLING_CONTROLSENTRY']._serialized_start=438
+  _globals['_SAMPLING_CONTROLSENTRY']._serialized_end=485
+  _globals['_GRAMMAR']._serialized_start=520
+  _globals['_GRAMMAR']._serialized_end=593
+  _globals['_TOKENLOGPROBS']._serialized_start=595
+  _globals['_TOKENLOGPROBS']._serialized_end=698
+  _globals['_SPARSEROW']._serialized_start=700
+  _globals['_SPARSEROW']._serialized_end=745
+  _globals['_PROPOSAL']._serialized_start=748
+  _globals['_PROPOSAL']._serialized_end=922
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,28 @@ VERIFIER_COUPLED: Verifier.ValueType  # 3
 """Gumbel coupling: target and draft take the argmax over the same noise; the text depends on the seed alone."""
 Global___Verifier: _TypeAlias = Verifier  # noqa: Y015
 
+class _LogprobsMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogprobsModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOGPROBS_MODE_UNSPECIFIED: _LogprobsMode.ValueType  # 0
+    LOGPROBS_MODE_RAW: _LogprobsMode.ValueType  # 1
+    """The model's own, before any control."""
+    LOGPROBS_MODE_PROCESSED: _LogprobsMode.ValueType  # 2
+    """The one that is sampled from; at temperature 0 that of the logits after every control, at temperature 1."""
+
+class LogprobsMode(_LogprobsMode, metaclass=_LogprobsModeEnumTypeWrapper):
+    """Which distribution log-probabilities are of."""
+
+LOGPROBS_MODE_UNSPECIFIED: LogprobsMode.ValueType  # 0
+LOGPROBS_MODE_RAW: LogprobsMode.ValueType  # 1
+"""The model's own, before any control."""
+LOGPROBS_MODE_PROCESSED: LogprobsMode.ValueType  # 2
+"""The one that is sampled from; at temperature 0 that of the logits after every control, at temperature 1."""
+Global___LogprobsMode: _TypeAlias = LogprobsMode  # noqa: Y015
+
 @_typing.final
 class Header(_message.Message):
     """Stamped on every message, so that a late one can be told from a current one."""
@@ -79,12 +101,38 @@ class Sampling(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ControlsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     VERIFIER_FIELD_NUMBER: _builtins.int
+    CONTROLS_FIELD_NUMBER: _builtins.int
+    PROMPT_LEN_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 means greedy."""
     top_k: _builtins.int
@@ -95,6 +143,23 @@ class Sampling(_message.Message):
     choice: _builtins.int
     """Index among the choices of one request; a part of every noise key."""
     verifier: Global___Verifier.ValueType
+    prompt_len: _builtins.int
+    """Tokens of the prompt: what follows is output. Some controls look at the output only."""
+    logprobs: _builtins.int
+    """Absent: no log-probabilities. Else the number of most likely tokens that are reported beside each output token."""
+    prompt_logprobs: _builtins.int
+    """The same for the tokens of the prompt."""
+    logprobs_mode: Global___LogprobsMode.ValueType
+    @_builtins.property
+    def controls(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Further controls by name (docs/sampling.md), each value as JSON, in the form that target and draft apply: words are
+        token ids by then. Only those that change something.
+        """
+
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """The output's language; absent for free text."""
+
     def __init__(
         self,
         *,
@@ -104,14 +169,97 @@ class Sampling(_message.Message):
         seed: _builtins.int = ...,
         choice: _builtins.int = ...,
         verifier: Global___Verifier.ValueType = ...,
+        controls: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        prompt_len: _builtins.int = ...,
+        grammar: Global___Grammar | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        logprobs_mode: Global___LogprobsMode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "choice", b"choice", "controls", b"controls", "grammar", b"grammar", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "verifier", b"verifier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+
+Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """A language that the output must belong to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    EBNF_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as JSON."""
+    regex: _builtins.str
+    """A regular expression that the whole output matches."""
+    ebnf: _builtins.str
+    """A context-free grammar: Lark's notation, or GBNF."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        ebnf: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """The log-probability of one token, and of the most likely ones in its place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    logprob: _builtins.float
+    rank: _builtins.int
+    """1 for the most likely token."""
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Most likely first. As many as were asked for, or as have a positive probability."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        rank: _builtins.int = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "token_id", b"token_id", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class SparseRow(_message.Message):

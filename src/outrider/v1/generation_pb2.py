@@ -22,39 +22,54 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import group_pb2 as outrider_dot_v1_dot_group__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x17outrider/v1/group.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\xbb\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\'\n\x08verifier\x18\x05 \x01(\x0e\x32\x15.outrider.v1.VerifierB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seed\"\xd3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12#\n\x16num_speculative_tokens\x18\t \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x19\n\x17_num_speculative_tokens\"\xcd\x01\n\x10GenerateResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\'\n\x07started\x18\x03 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x12.outrider.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"i\n\x07Started\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\'\n\x08verifier\x18\x02 \x01(\x0e\x32\x15.outrider.v1.Verifier\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x10\n\x08group_id\x18\x04 \x01(\t\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"a\n\x08\x46inished\x12#\n\x06\x66inish\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Finish\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"3\n\x1dGenerationServiceAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"/\n\x1eGenerationServiceAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x32\xc0\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12`\n\x05\x41\x62ort\x12*.outrider.v1.GenerationServiceAbortRequest\x1a+.outrider.v1.GenerationServiceAbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18outrider/v1/common.proto\x1a\x17outrider/v1/group.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\xb8\x07\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\'\n\x08verifier\x18\x05 \x01(\x0e\x32\x15.outrider.v1.Verifier\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x16\n\ttypical_p\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\x0b \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\r \x03(\r\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12\x17\n\nmin_tokens\x18\x0f \x01(\rH\t\x88\x01\x01\x12%\n\x07grammar\x18\x10 \x01(\x0b\x32\x14.outrider.v1.Grammar\x12;\n\x08\x63ontrols\x18\x11 \x03(\x0b\x32).outrider.v1.SamplingParams.ControlsEntry\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0b\x88\x01\x01\x12\x30\n\rlogprobs_mode\x18\x14 \x01(\x0e\x32\x19.outrider.v1.LogprobsMode\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aG\n\rControlsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.google.protobuf.Value:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xa1\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12#\n\x16num_speculative_tokens\x18\t \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x03\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x0c \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x19\n\x17_num_speculative_tokensB\x04\n\x02_n\"\xf4\x01\n\x10GenerateResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\'\n\x07started\x18\x03 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x12.outrider.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x12%\n\x06prompt\x18\x06 \x01(\x0b\x32\x13.outrider.v1.PromptH\x00\x42\x07\n\x05\x65vent\"i\n\x07Started\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\'\n\x08verifier\x18\x02 \x01(\x0e\x32\x15.outrider.v1.Verifier\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x10\n\x08group_id\x18\x04 \x01(\t\"e\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"V\n\x06Prompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"\x85\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12$\n\x03top\x18\x05 \x03(\x0b\x32\x17.outrider.v1.TopLogprobB\n\n\x08_logprob\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"q\n\x08\x46inished\x12#\n\x06\x66inish\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Finish\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\"3\n\x1dGenerationServiceAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"/\n\x1eGenerationServiceAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x32\xc0\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12`\n\x05\x41\x62ort\x12*.outrider.v1.GenerationServiceAbortRequest\x1a+.outrider.v1.GenerationServiceAbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENIDS']._serialized_start=96
-  _globals['_TOKENIDS']._serialized_end=119
-  _globals['_CHATMESSAGE']._serialized_start=121
-  _globals['_CHATMESSAGE']._serialized_end=165
-  _globals['_CHATMESSAGES']._serialized_start=167
-  _globals['_CHATMESSAGES']._serialized_end=225
-  _globals['_SAMPLINGPARAMS']._serialized_start=228
-  _globals['_SAMPLINGPARAMS']._serialized_end=415
-  _globals['_GENERATEREQUEST']._serialized_start=418
-  _globals['_GENERATEREQUEST']._serialized_end=757
-  _globals['_GENERATERESPONSE']._serialized_start=760
-  _globals['_GENERATERESPONSE']._serialized_end=965
-  _globals['_STARTED']._serialized_start=967
-  _globals['_STARTED']._serialized_end=1072
-  _globals['_DELTA']._serialized_start=1074
-  _globals['_DELTA']._serialized_end=1114
-  _globals['_FINISHED']._serialized_start=1116
-  _globals['_FINISHED']._serialized_end=1213
-  _globals['_GENERATIONSERVICEABORTREQUEST']._serialized_start=1215
-  _globals['_GENERATIONSERVICEABORTREQUEST']._serialized_end=1266
-  _globals['_GENERATIONSERVICEABORTRESPONSE']._serialized_start=1268
-  _globals['_GENERATIONSERVICEABORTRESPONSE']._serialized_end=1315
-  _globals['_GENERATIONSERVICE']._serialized_start=1318
-  _globals['_GENERATIONSERVICE']._serialized_end=1510
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_SAMPLINGPARAMS_CONTROLSENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_CONTROLSENTRY']._serialized_options = b'8\001'
+  _globals['_TOKENIDS']._serialized_start=126
+  _globals['_TOKENIDS']._serialized_end=149
+  _globals['_CHATMESSAGE']._serialized_start=151
+  _globals['_CHATMESSAGE']._serialized_end=195
+  _globals['_CHATMESSAGES']._serialized_start=197
+  _globals['_CHATMESSAGES']._serialized_end=255
+  _globals['_SAMPLINGPARAMS']._serialized_start=258
+  _globals['_SAMPLINGPARAMS']._serialized_end=1210
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=906
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=954
+  _globals['_SAMPLINGPARAMS_CONTROLSENTRY']._serialized_start=956
+  _globals['_SAMPLINGPARAMS_CONTROLSENTRY']._serialized_end=1027
+  _globals['_GENERATEREQUEST']._serialized_start=1213
+  _globals['_GENERATEREQUEST']._serialized_end=1630
+  _globals['_GENERATERESPONSE']._serialized_start=1633
+  _globals['_GENERATERESPONSE']._serialized_end=1877
+  _globals['_STARTED']._serialized_start=1879
+  _globals['_STARTED']._serialized_end=1984
+  _globals['_DELTA']._serialized_start=1986
+  _globals['_DELTA']._serialized_end=2087
+  _globals['_PROMPT']._serialized_start=2089
+  _globals['_PROMPT']._serialized_end=2175
+  _globals['_TOKENLOGPROB']._serialized_start=2178
+  _globals['_TOKENLOGPROB']._serialized_end=2311
+  _globals['_TOPLOGPROB']._serialized_start=2313
+  _globals['_TOPLOGPROB']._serialized_end=2375
+  _globals['_FINISHED']._serialized_start=2377
+  _globals['_FINISHED']._serialized_end=2490
+  _globals['_GENERATIONSERVICEABORTREQUEST']._serialized_start=2492
+  _globals['_GENERATIONSERVICEABORTREQUEST']._serialized_end=2543
+  _globals['_GENERATIONSERVICEABORTRESPONSE']._serialized_start=2545
+  _globals['_GENERATIONSERVICEABORTRESPONSE']._serialized_end=2592
+  _globals['_GENERATIONSERVICE']._serialized_start=2595
+  _globals['_GENERATIONSERVICE']._serialized_end=2787
 # @@protoc_insertion_point(module_scope)

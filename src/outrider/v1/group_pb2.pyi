@@ -56,12 +56,21 @@ class SubmitRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
     num_speculative_tokens: _builtins.int
     """Absent: the group's setting. 0: no speculation."""
     timeout_ms: _builtins.int
     """Milliseconds from now; 0 means none."""
+    ignore_eos: _builtins.bool
+    """The model's own end-of-text tokens do not end the text."""
+    min_tokens: _builtins.int
+    """Stop strings that are complete before that many tokens do not count. (For tokens see the control of that name.)"""
+    num_choices: _builtins.int
+    """Choices to generate; 0 means 1. They share the prompt and differ in sampling.choice."""
     @_builtins.property
     def header(self) -> _common_pb2.Header: ...
     @_builtins.property
@@ -84,10 +93,13 @@ class SubmitRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         num_speculative_tokens: _builtins.int | None = ...,
         timeout_ms: _builtins.int = ...,
+        ignore_eos: _builtins.bool = ...,
+        min_tokens: _builtins.int = ...,
+        num_choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "header", b"header", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "header", b"header", "max_tokens", b"max_tokens", "num_speculative_tokens", b"num_speculative_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "header", b"header", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
@@ -125,9 +137,11 @@ class WatchRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_POSITION_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_position: _builtins.int
     """Position in prompt + output of the first token wanted."""
+    choice: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.Header: ...
     def __init__(
@@ -136,10 +150,11 @@ class WatchRequest(_message.Message):
         header: _common_pb2.Header | None = ...,
         request_id: _builtins.str = ...,
         from_position: _builtins.int = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_position", b"from_position", "header", b"header", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "from_position", b"from_position", "header", b"header", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,6 +168,8 @@ class WatchResponse(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position of tokens[0] in prompt + output."""
     @_builtins.property
@@ -163,6 +180,14 @@ class WatchResponse(_message.Message):
     def finish(self) -> Global___Finish:
         """Set on the last message."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each of tokens, where they are asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each token of the prompt but the first; with the first message that carries tokens, of choice 0 only."""
+
     def __init__(
         self,
         *,
@@ -170,10 +195,12 @@ class WatchResponse(_message.Message):
         position: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         finish: Global___Finish | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "header", b"header", "position", b"position", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "header", b"header", "logprobs", b"logprobs", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,6 +302,9 @@ class SpeculationStats(_message.Message):
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     TARGET_CALLS_FIELD_NUMBER: _builtins.int
     PROBABILITY_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FORCED_ACCEPTED_FIELD_NUMBER: _builtins.int
+    GRAMMAR_MS_FIELD_NUMBER: _builtins.int
     verifier: _common_pb2.Verifier.ValueType
     drafter: _builtins.str
     num_spec_steps: _builtins.int
@@ -285,6 +315,11 @@ class SpeculationStats(_message.Message):
     """Target passes that committed tokens of this request."""
     probability_bytes: _builtins.int
     """Bytes of q rows that reached the target for it."""
+    num_forced_tokens: _builtins.int
+    """Proposed tokens in whose place the grammar left no choice, and those of them that were accepted."""
+    num_forced_accepted: _builtins.int
+    grammar_ms: _builtins.float
+    """Time that the grammar took at the target."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry i: rounds with a proposal that accepted exactly i tokens."""
@@ -300,10 +335,13 @@ class SpeculationStats(_message.Message):
         acceptance_histogram: _abc.Iterable[_builtins.int] | None = ...,
         target_calls: _builtins.int = ...,
         probability_bytes: _builtins.int = ...,
+        num_forced_tokens: _builtins.int = ...,
+        num_forced_accepted: _builtins.int = ...,
+        grammar_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "drafter", b"drafter", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_spec_steps", b"num_spec_steps", "probability_bytes", b"probability_bytes", "target_calls", b"target_calls", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "drafter", b"drafter", "grammar_ms", b"grammar_ms", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_forced_accepted", b"num_forced_accepted", "num_forced_tokens", b"num_forced_tokens", "num_spec_steps", b"num_spec_steps", "probability_bytes", b"probability_bytes", "target_calls", b"target_calls", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

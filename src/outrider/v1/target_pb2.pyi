@@ -278,6 +278,8 @@ class SequencePlan(_message.Message):
     DRAFT_ROWS_FIELD_NUMBER: _builtins.int
     LOGITS_ROWS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    SCORED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     generation: _builtins.int
     kv_len: _builtins.int
@@ -311,6 +313,16 @@ class SequencePlan(_message.Message):
     def sampling(self) -> _common_pb2.Sampling:
         """Sent with the first plan of a sequence and whenever it changes."""
 
+    @_builtins.property
+    def scored_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For the first of logits_rows: the token that follows each, whose log-probability is wanted."""
+
+    @_builtins.property
+    def prefix_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of positions below kv_len; with the first plan of a sequence that starts with kv_len above 0, where its sampling
+        looks at them.
+        """
+
     def __init__(
         self,
         *,
@@ -326,10 +338,12 @@ class SequencePlan(_message.Message):
         draft_rows: _abc.Iterable[_common_pb2.SparseRow] | None = ...,
         logits_rows: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
+        scored_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_append", b"block_append", "block_keep", b"block_keep", "commit_path", b"commit_path", "draft_rows", b"draft_rows", "generation", b"generation", "kv_len", b"kv_len", "logits_rows", b"logits_rows", "num_proposal_tokens", b"num_proposal_tokens", "parents", b"parents", "sampling", b"sampling", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_append", b"block_append", "block_keep", b"block_keep", "commit_path", b"commit_path", "draft_rows", b"draft_rows", "generation", b"generation", "kv_len", b"kv_len", "logits_rows", b"logits_rows", "num_proposal_tokens", b"num_proposal_tokens", "parents", b"parents", "prefix_tokens", b"prefix_tokens", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,12 +393,22 @@ class SequenceResult(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     PROPOSALS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FORCED_ACCEPTED_FIELD_NUMBER: _builtins.int
+    GRAMMAR_US_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     generation: _builtins.int
     num_accepted: _builtins.int
     """Accepted proposal tokens; for a tree, accepted_path names the rows."""
     error: Global___SequenceErrorCode.ValueType
     error_message: _builtins.str
+    num_forced_tokens: _builtins.int
+    """Proposal tokens in whose place the grammar left no choice, and those of them that were accepted."""
+    num_forced_accepted: _builtins.int
+    grammar_us: _builtins.int
+    """Microseconds that the grammar took for this sequence."""
     @_builtins.property
     def accepted_path(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -397,6 +421,14 @@ class SequenceResult(_message.Message):
 
     @_builtins.property
     def features(self) -> Global___FeatureHandle: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each committed token, where they are asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each of scored_tokens."""
+
     def __init__(
         self,
         *,
@@ -409,10 +441,15 @@ class SequenceResult(_message.Message):
         error_message: _builtins.str = ...,
         proposals: _abc.Iterable[_common_pb2.Proposal] | None = ...,
         features: Global___FeatureHandle | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        num_forced_tokens: _builtins.int = ...,
+        num_forced_accepted: _builtins.int = ...,
+        grammar_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_path", b"accepted_path", "committed", b"committed", "error", b"error", "error_message", b"error_message", "features", b"features", "generation", b"generation", "num_accepted", b"num_accepted", "proposals", b"proposals", "seq_id", b"seq_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_path", b"accepted_path", "committed", b"committed", "error", b"error", "error_message", b"error_message", "features", b"features", "generation", b"generation", "grammar_us", b"grammar_us", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_forced_accepted", b"num_forced_accepted", "num_forced_tokens", b"num_forced_tokens", "prompt_logprobs", b"prompt_logprobs", "proposals", b"proposals", "seq_id", b"seq_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
