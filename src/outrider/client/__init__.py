@@ -12,14 +12,27 @@
                 print(text, end="", flush=True)
         print(stream.completion.to_dict())
 
-``AsyncClient`` is the same with ``await``. Every call has a deadline. What goes wrong is raised as one of the
-exceptions of ``outrider.core.errors``, which are named here too. The client needs grpcio and protobuf, and nothing of a
-server.
+        answer = client.generate("def fib(n):", max_tokens=64, n=3, min_p=0.05, logprobs=5)
+        for choice in answer.choices:
+            print(choice.text, choice.logprobs)
+
+The keyword arguments are those of ``Options``. ``AsyncClient`` is the same with ``await``. Every call has a deadline.
+What goes wrong is raised as one of the exceptions of ``outrider.core.errors``, which are named here too. The client
+needs grpcio and protobuf, and nothing of a server.
 """
 
 from outrider.client._async import AsyncClient, AsyncStream
-from outrider.client._completion import Completion, Delta, Speculation, Timing, Usage
-from outrider.client._request import Message, Prompt
+from outrider.client._completion import (
+    Choice,
+    Completion,
+    Delta,
+    Speculation,
+    Timing,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from outrider.client._request import Message, Options, Prompt
 from outrider.client._sync import Client, Stream
 from outrider.core.errors import (
     ConfigError,
@@ -36,6 +49,7 @@ from outrider.core.errors import (
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "Choice",
     "Client",
     "Completion",
     "ConfigError",
@@ -46,12 +60,15 @@ __all__ = [
     "InvalidRequest",
     "Message",
     "NotFound",
+    "Options",
     "OutriderError",
     "Overloaded",
     "Prompt",
     "Speculation",
     "Stream",
     "Timing",
+    "TokenLogprob",
+    "TopLogprob",
     "Unavailable",
     "Usage",
 ]

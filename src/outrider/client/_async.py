@@ -12,7 +12,8 @@ from typing import Any, Unpack
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from outrider.client._completion import Completion, Delta, completion_from, timing_from
+from outrider.client._answer import Answer
+from outrider.client._completion import Completion, Delta
 from outrider.client._request import Options, Prompt, build_request, verifier_number
 from outrider.core.errors import ConfigError, OutriderError, Unavailable
 from outrider.core.errors_wire import error_from_rpc
@@ -52,7 +53,7 @@ class AsyncClient:
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer to a prompt. ``options`` are those of ``stream``."""
         async with self.stream(prompt, **options) as stream:
-            async for _ in stream:
+            async for _ in stream.events():
                 pass
         return stream.completion
 
@@ -60,8 +61,7 @@ class AsyncClient:
         """The answer as it comes; leaving it early cancels the request.
 
         ``prompt`` is a text, a list of token ids, or a chat (a list of ``{"role": ..., "content": ...}``).
-        ``options``: max_tokens, temperature, top_k, top_p, seed, verifier, stop, stop_token_ids,
-        num_speculative_tokens, request_id, timeout; each may be left out.
+        ``options`` are the keywords of ``outrider.client.Options``; each may be left out.
         """
         request = build_request(prompt, **options)
         timeout = options.get("timeout")
@@ -108,14 +108,9 @@ class AsyncStream:
     """
 
     def __init__(self, stub: Any, request: generation_pb2.GenerateRequest, timeout: float, address: str) -> None:
-        self.request_id = request.request_id
         self._address = address
-        self._begun = time.perf_counter()
         self._call: Any = stub.Generate(request, timeout=timeout)
-        self._started: generation_pb2.Started | None = None
-        self._deltas: list[Delta] = []
-        self._arrivals: list[float] = []
-        self._completion: Completion | None = None
+        self._answer = Answer(request, time.perf_counter())
         self._closed = False
 
     async def __aenter__(self) -> AsyncStream:
@@ -132,34 +127,34 @@ class AsyncStream:
         self._call.cancel()
 
     @property
+    def request_id(self) -> str:
+        return self._answer.request_id
+
+    @property
     def completion(self) -> Completion:
         """The whole answer, once the stream has ended. Raises ``OutriderError`` before."""
-        if self._completion is None:
-            raise OutriderError("the stream has not ended; iterate over it to its end first")
-        return self._completion
+        return self._answer.completion
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        async for delta in self.events():
+        """Pieces of text; with ``echo`` the prompt's is the first one. Raises ``OutriderError`` for several choices."""
+        if self._answer.num_choices > 1:
+            raise OutriderError("the texts of several choices come side by side; iterate over events() instead")
+        events = self.events()
+        delta = await anext(events, None)
+        if self._answer.prompt_text:  # it comes before the first piece
+            yield self._answer.prompt_text
+        while delta is not None:
             if delta.text:
                 yield delta.text
+            delta = await anext(events, None)
 
     async def events(self) -> AsyncIterator[Delta]:
-        """Pieces of text with their tokens. Raises the exceptions of ``outrider.core.errors``."""
+        """Pieces of text with their tokens; each names its choice. Raises what ``outrider.core.errors`` holds."""
         try:
             async for response in self._call:
-                now = time.perf_counter()
-                self.request_id = response.request_id
-                match response.WhichOneof("event"):
-                    case "started":
-                        self._started = response.started
-                    case "delta":
-                        delta = Delta(response.delta.text, tuple(response.delta.token_ids))
-                        self._deltas.append(delta)
-                        if delta.token_ids:
-                            self._arrivals.append(now)
-                        yield delta
-                    case "finished":
-                        self._finish(response.finished, now)
+                delta = self._answer.take(response, time.perf_counter())
+                if delta is not None:
+                    yield delta
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, address=self._address) from error
         except asyncio.CancelledError:
@@ -167,13 +162,8 @@ class AsyncStream:
             if not self._closed or (task is not None and task.cancelling()):
                 raise  # whoever iterates was cancelled, not the call
             raise OutriderError("the stream was closed before its end") from None
-        if self._completion is None:
+        if not self._answer.ended:
             raise Unavailable(f"{self._address} ended the stream before the answer did")
-
-    def _finish(self, finished: generation_pb2.Finished, now: float) -> None:
-        started = self._started or generation_pb2.Started()
-        timing = timing_from(self._begun, self._arrivals, now)
-        self._completion = completion_from(self.request_id, started, finished, self._deltas, timing)
 
 
 def _to_dict(message: Any) -> dict[str, Any]:

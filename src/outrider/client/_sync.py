@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -102,23 +102,25 @@ class Stream:
         return self._stream.completion
 
     def __iter__(self) -> Iterator[str]:
-        return (delta.text for delta in self.events() if delta.text)
+        """As over an ``AsyncStream``."""
+        return self._each(aiter(self._stream))
 
     def events(self) -> Iterator[Delta]:
-        """Pieces of text with their tokens. Raises the exceptions of ``outrider.core.errors``."""
-        events = self._stream.events()
+        """As ``AsyncStream.events``."""
+        return self._each(self._stream.events())
+
+    def _each(self, pieces: AsyncIterator[T]) -> Iterator[T]:
         while True:
             try:
-                delta = self._runner.run(_next(events))
+                piece = self._runner.run(_next(pieces))
             except StopAsyncIteration:
                 return
-            yield delta
+            yield piece
 
 
 async def _made(address: str | None, timeout: float) -> AsyncClient:
     return AsyncClient(address, timeout=timeout)  # within the loop that will use it
 
 
-async def _next(events: Any) -> Delta:
-    delta: Delta = await anext(events)
-    return delta
+async def _next(pieces: AsyncIterator[T]) -> T:
+    return await anext(pieces)
