@@ -1,8 +1,8 @@
 """What a sampling control is. Each lives in a module of its own in this package (docs/sampling.md: how to add one).
 
-A control is declared without torch, so that the router and the client know it too; its maths takes tensors and imports
-torch when it runs. Values come in two forms. The *given* one is what a user writes (words, say). ``resolve`` turns it
-once, at the door, into the *resolved* one that target and draft apply: JSON, with tuples for lists.
+A control is declared without torch, so that the router and the client know it too; its maths uses the methods of the
+tensors that it is given. Values come in two forms. The *given* one is what a user writes (words, say). ``resolve``
+turns it once, at the door, into the *resolved* one that target and draft apply: JSON, with tuples for lists.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class Control(ABC):
         """The readable definition, for one row.
 
         Args:
-            row: [V] float64: logits (LOGITS), or logits divided by the temperature, -inf for tokens that earlier
-                controls excluded (WARP).
+            row: [V]: float32 logits (LOGITS), or float64 logits divided by the temperature (WARP); -inf for tokens that
+                earlier controls excluded.
             value: resolved.
 
         Returns:
-            [V] float64; a new tensor, or ``row`` where nothing changes.
+            [V], of the same type; a new tensor, or ``row`` where nothing changes.
         """
 
     @abstractmethod

@@ -1,0 +1,41 @@
+"""presence_penalty: subtracted once from the logits of tokens that the output holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from outrider.controls.base import NumberControl, RowText, Stage
+from outrider.controls.text_rows import output_counts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_PENALTY = 2.0
+
+
+class PresencePenalty(NumberControl):
+    """Whether a token occurred in the output counts, and not how often."""
+
+    name = "presence_penalty"
+    stage = Stage.LOGITS
+    order = 30
+    help = "Subtracted from the logits of tokens that occur in the output."
+    neutral = 0.0
+    needs_text = True
+
+    def limit(self, value: float) -> str | None:
+        return None if -MAX_PENALTY <= value <= MAX_PENALTY else f"from -{MAX_PENALTY:g} to {MAX_PENALTY:g}"
+
+    def reference(self, row: Tensor, value: Any, text: RowText) -> Tensor:
+        row = row.clone()
+        for token in set(text.output()):
+            row[token] -= value
+        return row
+
+    def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
+        found = output_counts(scores, texts)
+        if found is not None:
+            ids, counts = found
+            penalties = scores.new_tensor(values)[:, None] * (counts > 0)
+            scores.scatter_(1, ids, scores.gather(1, ids) - penalties)
