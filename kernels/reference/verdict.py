@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.kernels.reference.errors import InvalidLogitsError
+from outrider.kernels.reference.errors import InvalidLogitsError, invalid_logits
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,5 @@ class Verdicts:
 def checked_verdict(num_accepted: int, next_token: int, first_position: int) -> Verdict:
     """A verdict, or ``InvalidLogitsError`` where the next token is -1."""
     if next_token < 0:
-        raise InvalidLogitsError(
-            f"the target's logits for position {first_position + num_accepted} have a NaN or +inf, or no finite entry"
-        )
+        raise InvalidLogitsError(invalid_logits(first_position + num_accepted))
     return Verdict(num_accepted, next_token)
