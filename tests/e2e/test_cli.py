@@ -38,6 +38,8 @@ def test_generate_streams_text_and_json_says_the_same(running_cluster: Cluster) 
         "token_ids",
         "finish_reason",
         "matched_stop",
+        "logprobs",
+        "prompt_logprobs",
         "usage",
         "seed",
         "reproducible",

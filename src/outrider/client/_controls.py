@@ -98,3 +98,9 @@ def _limit(name: str) -> str:
     control = by_name(name)
     words = control.limit(math.inf) if isinstance(control, NumberControl) else None
     return words or "a finite number"
+
+
+def takes_list(name: str) -> bool:
+    """Whether the field of this control is a list; False where it has no field."""
+    field = CONTROL_FIELDS.get(name)
+    return field is not None and field.is_repeated and field.message_type is None
