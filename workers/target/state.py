@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.core.plan import SequencePlan, StepPlan, committed_checksum
-from outrider.core.sampling import Sampling, sampling_fault
+from outrider.controls import needs_text, sampling_fault
+from outrider.core.plan import SequencePlan, StepPlan, committed_checksum, rows_fault
+from outrider.core.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class SequenceState:
     Attributes:
         kv_len: positions that the last plan declared committed.
         held: positions that were computed; those from ``kv_len`` on may hold rejected tokens.
+        tokens: of the held positions, where the sampling looks at them (``controls.needs_text``); else None.
     """
 
     seq_id: int
@@ -40,16 +42,21 @@ class SequenceState:
     block_table: list[int] = field(default_factory=list)
     kv_len: int = 0
     held: int = 0
+    tokens: list[int] | None = None
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A sequence whose rows run in this step. ``block_table`` is a copy, as long as the rows need."""
+    """A sequence whose rows run in this step. ``block_table`` is a copy, as long as the rows need.
+
+    ``text``: the tokens of all positions up to the plan's last one, where the sampling looks at them; else empty.
+    """
 
     index: int  # in plan.sequences
     plan: SequencePlan
     sampling: Sampling
     block_table: tuple[int, ...]
+    text: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,8 @@ class SequenceTable:
             room -= len(sequence.tokens)
             self._commit(state, writers)
             num_blocks = -(-state.held // self.limits.block_size)
-            admitted.append(Admitted(index, sequence, state.sampling, tuple(state.block_table[:num_blocks])))
+            table = tuple(state.block_table[:num_blocks])
+            admitted.append(Admitted(index, sequence, state.sampling, table, state.tokens or ()))
         return admitted, refused
 
     def checksum(self, seq_ids: Iterable[int]) -> int:
@@ -127,7 +135,7 @@ class SequenceTable:
         """The sequence as it is once the plan's rows ran. Changes nothing."""
         _check_rows(plan, self.limits)
         if plan.sampling is not None:
-            fault = sampling_fault(plan.sampling)
+            fault = sampling_fault(plan.sampling, self.limits.vocab_size)
             if fault is not None:
                 raise InvalidPlan(fault)
         state = self.sequences.get(plan.seq_id)
@@ -146,13 +154,17 @@ class SequenceTable:
             raise InvalidPlan(f"block_keep is {plan.block_keep}, but the block table has {len(state.block_table)}")
         table = [*state.block_table[: plan.block_keep], *plan.block_append]
         self._check_table(plan, table, writers)
+        sampling = plan.sampling or state.sampling
+        if plan.scored_tokens and sampling.prompt_logprobs is None:
+            raise InvalidPlan("scored_tokens are set, but sampling.prompt_logprobs is not")
         return SequenceState(
             plan.seq_id,
             plan.generation,
-            plan.sampling or state.sampling,
+            sampling,
             table,
             plan.kv_len,
             plan.kv_len + len(plan.tokens),
+            [*_prefix(plan, state), *plan.tokens] if needs_text(sampling) else None,
         )
 
     def _check_table(self, plan: SequencePlan, table: Sequence[int], writers: dict[int, int]) -> None:
@@ -186,27 +198,32 @@ class SequenceTable:
             self._written[block] = min(size, state.held - index * size)
 
 
+def _prefix(plan: SequencePlan, state: SequenceState) -> Sequence[int]:
+    """The tokens below ``kv_len``: what the group holds, or what the plan brings along."""
+    if plan.prefix_tokens:
+        if len(plan.prefix_tokens) != plan.kv_len:
+            raise InvalidPlan(f"kv_len is {plan.kv_len}, but {len(plan.prefix_tokens)} prefix_tokens came")
+        return plan.prefix_tokens
+    held = state.tokens or ()
+    if len(held) < plan.kv_len:
+        raise InvalidPlan(
+            f"the sampling looks at the text, but of {plan.kv_len} tokens before the plan's {len(held)} are held: "
+            "prefix_tokens must name them"
+        )
+    return held[: plan.kv_len]
+
+
 def _check_rows(plan: SequencePlan, limits: Limits) -> None:
+    fault = rows_fault(plan)
+    if fault is not None:
+        raise InvalidPlan(fault)
     num_rows = len(plan.tokens)
-    if num_rows == 0:
-        raise InvalidPlan("the sequence has no tokens to run")
     if plan.commit_path:
         raise InvalidPlan("commit_path is set, but this group verifies chains only")
     if plan.parents and plan.parents != tuple(range(-1, plan.num_proposal_tokens - 1)):
         raise InvalidPlan("parents describe a tree, but this group verifies chains only")
     if plan.kv_len + num_rows > limits.max_model_len:
         raise InvalidPlan(f"position {plan.kv_len + num_rows - 1} lies beyond max_model_len {limits.max_model_len}")
-    for token in plan.tokens:
+    for token in (*plan.tokens, *plan.scored_tokens, *plan.prefix_tokens):
         if not 0 <= token < limits.vocab_size:
             raise InvalidPlan(f"token {token} lies outside the vocabulary of {limits.vocab_size}")
-    if plan.num_proposal_tokens >= num_rows:
-        raise InvalidPlan(f"{plan.num_proposal_tokens} proposal tokens leave none of {num_rows} to continue from")
-    for row in plan.logits_rows:
-        if not 0 <= row < num_rows:
-            raise InvalidPlan(f"logits row {row} does not exist: there are {num_rows}")
-    first = num_rows - plan.num_proposal_tokens - 1
-    if plan.logits_rows != tuple(range(first, num_rows)) and (plan.logits_rows or plan.num_proposal_tokens):
-        raise InvalidPlan(
-            f"logits_rows are {list(plan.logits_rows)}, but a proposal of {plan.num_proposal_tokens} among {num_rows} "
-            f"rows is verified with rows {first} to {num_rows - 1}"
-        )

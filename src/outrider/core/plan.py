@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.core.logprobs import TokenLogprobs
@@ -25,8 +25,12 @@ class PlanKind(enum.IntEnum):
 
 
 class SequenceError(enum.IntEnum):
+    """Why a sequence commits nothing in a step. All but NOT_READY are final: the same plan would fail again."""
+
     INVALID_LOGITS = 1
     INVALID_PLAN = 2
+    NOTHING_ALLOWED = 3
+    NOT_READY = 4  # its grammar is still being compiled; the rows ran: plan the last text token again
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,17 @@ class SequencePlan:
     commit_path: tuple[int, ...] = ()
     sampling: Sampling | None = None  # with the first plan of a sequence
     scored_tokens: tuple[int, ...] = ()  # what follows the first of logits_rows; see rows_fault
-    prefix_tokens: tuple[
-        int, ...
-    ] = ()  # positions below kv_len, where the first plan starts above 0 and they are needed
+    prefix_tokens: tuple[int, ...] = ()  # of positions below kv_len, where a first plan starts above 0 and needs them
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Tokens that are no proposal."""
+        return len(self.tokens) - self.num_proposal_tokens
+
+    @property
+    def proposal(self) -> tuple[int, ...]:
+        """The tokens that are to be verified."""
+        return self.tokens[self.num_text_tokens :]
 
     @property
     def verified_rows(self) -> tuple[int, ...]:
@@ -137,6 +149,50 @@ class GroupInfo:
     row_invariant: bool
     dtype: str
     max_num_seqs: int = 64
+
+
+def rows_fault(plan: SequencePlan) -> str | None:
+    """How the rows that a plan wants logits of contradict its tokens, or None.
+
+    With n tokens, of which the last k are the proposal, the rows are
+
+    - none: a prompt chunk that is not the last;
+    - n - k - 1 .. n - 1: the verification of the proposal, or with k = 0 the decision of the next token;
+    - 0 .. n - 1 with n - k - 1 scored tokens: the same after a last prompt chunk that is scored;
+    - 0 .. n - 1 with n scored tokens and no proposal: an earlier prompt chunk that is scored.
+
+    ``scored_tokens[i]`` is the prompt's token that follows row i.
+    """
+    num_rows, num_scored = len(plan.tokens), len(plan.scored_tokens)
+    if num_rows == 0:
+        return "the sequence has no tokens to run"
+    if plan.num_proposal_tokens >= num_rows:
+        return f"{plan.num_proposal_tokens} proposal tokens leave none of {num_rows} to continue from"
+    missing = next((row for row in plan.logits_rows if not 0 <= row < num_rows), None)
+    if missing is not None:
+        return f"logits row {missing} does not exist: there are {num_rows}"
+    first = plan.num_text_tokens - 1
+    every = tuple(range(num_rows))
+    if num_scored == 0:
+        if plan.logits_rows == every[first:] or (not plan.logits_rows and not plan.num_proposal_tokens):
+            return None
+        return (
+            f"logits_rows are {_ranges(plan.logits_rows)}, but a proposal of {plan.num_proposal_tokens} among "
+            f"{num_rows} rows is verified with rows {first} to {num_rows - 1}"
+        )
+    if num_scored != first and (num_scored != num_rows or plan.num_proposal_tokens):
+        return f"{num_scored} scored tokens, but of {num_rows} rows with a proposal of {plan.num_proposal_tokens} " + (
+            f"{first} can be scored" if plan.num_proposal_tokens else f"{first} or all can be scored"
+        )
+    if plan.logits_rows != every:
+        return f"logits_rows are {_ranges(plan.logits_rows)}, but a chunk that is scored wants all {num_rows}"
+    return None
+
+
+def _ranges(rows: Sequence[int]) -> str:
+    """The rows in a line that stays short."""
+    shown = ", ".join(str(row) for row in rows[:16])
+    return f"[{shown}, ... {len(rows)} in all]" if len(rows) > 16 else f"[{shown}]"
 
 
 def committed_checksum(lengths: Iterable[tuple[int, int]]) -> int:

@@ -52,6 +52,12 @@ class _SequenceErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Seq
     """A target row holds NaN or no finite value."""
     SEQUENCE_ERROR_CODE_INVALID_PLAN: _SequenceErrorCode.ValueType  # 2
     """The plan contradicts what the group holds for the sequence."""
+    SEQUENCE_ERROR_CODE_NOTHING_ALLOWED: _SequenceErrorCode.ValueType  # 3
+    """The request's settings, its grammar among them, exclude every token of a row."""
+    SEQUENCE_ERROR_CODE_NOT_READY: _SequenceErrorCode.ValueType  # 4
+    """The sequence's grammar is still being compiled. The rows ran and scored_tokens are answered, but nothing was decided: plan
+    the last text token and the proposal again.
+    """
 
 class SequenceErrorCode(_SequenceErrorCode, metaclass=_SequenceErrorCodeEnumTypeWrapper): ...
 
@@ -60,6 +66,12 @@ SEQUENCE_ERROR_CODE_INVALID_LOGITS: SequenceErrorCode.ValueType  # 1
 """A target row holds NaN or no finite value."""
 SEQUENCE_ERROR_CODE_INVALID_PLAN: SequenceErrorCode.ValueType  # 2
 """The plan contradicts what the group holds for the sequence."""
+SEQUENCE_ERROR_CODE_NOTHING_ALLOWED: SequenceErrorCode.ValueType  # 3
+"""The request's settings, its grammar among them, exclude every token of a row."""
+SEQUENCE_ERROR_CODE_NOT_READY: SequenceErrorCode.ValueType  # 4
+"""The sequence's grammar is still being compiled. The rows ran and scored_tokens are answered, but nothing was decided: plan
+the last text token and the proposal again.
+"""
 Global___SequenceErrorCode: _TypeAlias = SequenceErrorCode  # noqa: Y015
 
 @_typing.final

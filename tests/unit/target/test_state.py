@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,3 +209,52 @@ def test_every_rank_decides_alike(data: st.DataObject) -> None:
         assert ranks[0].sequences == ranks[1].sequences
         for item in first[0]:
             assert len(item.block_table) * LIMITS.block_size >= item.plan.kv_len + len(item.plan.tokens)
+
+
+PENALTY = Sampling(temperature=0.0, verifier=Verifier.GREEDY, controls=(("repetition_penalty", 1.3),), prompt_len=5)
+
+
+def test_tokens_are_kept_where_the_sampling_looks_at_them(table: SequenceTable) -> None:
+    """S3: a rejected token leaves the memory with its keys and values."""
+    admitted, _ = table.apply(plan(sequence(3, sampling=PENALTY), sequence(1, sampling=GREEDY)))
+    assert [list(item.text) for item in admitted] == [[1, 2, 3, 4, 5], []]
+    admitted, _ = table.apply(plan(decode(3)))
+    assert list(admitted[0].text) == [1, 2, 3, 4, 5, 6, 7, 8]
+    one_accepted = decode(3, kv_len=7, tokens=(9,), num_proposal_tokens=0, logits_rows=(0,))
+    admitted, _ = table.apply(plan(one_accepted))
+    assert list(admitted[0].text) == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert table.sequences[1].tokens is None
+
+
+def test_a_sequence_on_cached_blocks_brings_its_tokens(table: SequenceTable) -> None:
+    fork = sequence(3, kv_len=4, tokens=(5,), block_append=(2, 7), logits_rows=(0,), sampling=PENALTY)
+    cases = {
+        (): "prefix_tokens must name them",
+        (1, 2, 3): "kv_len is 4, but 3 prefix_tokens came",
+        (1, 2, 3, 100): "token 100 lies outside the vocabulary of 100",
+    }
+    for tokens, reason in cases.items():
+        _, refused = table.apply(plan(replace(fork, prefix_tokens=tokens)))
+        assert reason in refused[0].message
+        assert 3 not in table.sequences
+    admitted, refused = table.apply(plan(replace(fork, prefix_tokens=(1, 2, 3, 4))))
+    assert not refused
+    assert list(admitted[0].text) == [1, 2, 3, 4, 5]
+
+
+def test_controls_are_checked_as_they_come(table: SequenceTable) -> None:
+    for controls, reason in (
+        ((("min_p", 3.0),), "from 0 to 1"),
+        ((("logit_bias", ((100, 1.0),)),), "a token id from 0 to 99"),
+        ((("unheard_of", 1),), "not known here"),
+    ):
+        _, refused = table.apply(plan(sequence(3, sampling=replace(PENALTY, controls=controls))))
+        assert reason in refused[0].message
+
+
+def test_tokens_are_scored_only_where_that_was_asked_for(table: SequenceTable) -> None:
+    scored = sequence(3, logits_rows=(0, 1, 2, 3, 4), scored_tokens=(2, 3, 4, 5), sampling=GREEDY)
+    _, refused = table.apply(plan(scored))
+    assert "sampling.prompt_logprobs is not" in refused[0].message
+    admitted, _ = table.apply(plan(replace(scored, sampling=replace(GREEDY, prompt_logprobs=0))))
+    assert len(admitted) == 1
