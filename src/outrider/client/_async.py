@@ -15,6 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from outrider.client._answer import Answer
 from outrider.client._completion import Completion, Delta
 from outrider.client._request import Options, Prompt, build_request, verifier_number
+from outrider.client._values import unsigned
 from outrider.core.errors import ConfigError, OutriderError, Unavailable
 from outrider.core.errors_wire import error_from_rpc
 from outrider.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -84,10 +85,13 @@ class AsyncClient:
     async def update_settings(
         self, *, num_speculative_tokens: int | None = None, verifier: str | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
-        """Change live settings for requests that come from now on, on every router; returns all of them."""
+        """Change live settings for requests that come from now on, on every router; returns all of them.
+
+        Raises ``InvalidRequest``.
+        """
         settings = admin_pb2.LiveSettings()
         if num_speculative_tokens is not None:
-            settings.num_speculative_tokens = num_speculative_tokens
+            settings.num_speculative_tokens = unsigned("settings.num_speculative_tokens", num_speculative_tokens, 32)
         if verifier is not None:
             settings.verifier = verifier_number("settings.verifier", verifier)  # type: ignore[assignment]
         request = admin_pb2.UpdateSettingsRequest(settings=settings)

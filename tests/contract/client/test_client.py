@@ -366,6 +366,14 @@ def test_what_a_field_cannot_hold_is_refused_by_name(options: dict[str, Any], fi
     assert caught.value.field == field
 
 
+async def test_live_settings_that_no_field_holds() -> None:
+    async with AsyncClient("127.0.0.1:1", timeout=5) as client:
+        for options in ({"num_speculative_tokens": -1}, {"verifier": "lucky"}):
+            with pytest.raises(InvalidRequest) as caught:
+                await client.update_settings(**options)  # type: ignore[arg-type]
+            assert caught.value.field == f"settings.{next(iter(options))}"
+
+
 def test_unknown_options_and_prompts() -> None:
     with pytest.raises(TypeError, match="no such option: max_token"):
         build_request("hi", max_token=3)  # type: ignore[call-arg]

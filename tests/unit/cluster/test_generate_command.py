@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 
 import grpc
 import pytest
+import typer
 
 from outrider.cluster import cli
+from outrider.cluster.commands import controls as control_options
 from outrider.cluster.commands.common import in_words_of_the_command
 from outrider.cluster.commands.controls import json_or_list, option_name, parsed
 from outrider.controls import CONTROLS, Control, NumberControl, Stage
@@ -168,26 +170,29 @@ def test_the_help_names_every_control(command: Command, monkeypatch: pytest.Monk
         assert control.help in text
 
 
+class Novel(Control):
+    """A control that somebody adds."""
+
+    name: ClassVar[str] = "novel_thing"
+    stage: ClassVar[Stage] = Stage.LOGITS
+    order: ClassVar[int] = 1
+    help: ClassVar[str] = "Something new."
+    metavar: ClassVar[str] = "JSON"
+
+    def resolve(self, value: Any, facts: Any) -> Any:
+        return value
+
+    def fault(self, value: Any, vocab_size: int) -> None:
+        return None
+
+    def reference(self, row: Any, value: Any, text: Any) -> Any:
+        return row
+
+    def apply(self, scores: Any, token_ids: Any, values: Any, texts: Any) -> None:
+        return None
+
+
 def test_values_of_controls_as_they_are_written() -> None:
-    class Novel(Control):
-        name: ClassVar[str] = "novel_thing"
-        stage: ClassVar[Stage] = Stage.LOGITS
-        order: ClassVar[int] = 1
-        help: ClassVar[str] = "Something new."
-        metavar: ClassVar[str] = "JSON"
-
-        def resolve(self, value: Any, facts: Any) -> Any:
-            return value
-
-        def fault(self, value: Any, vocab_size: int) -> None:
-            return None
-
-        def reference(self, row: Any, value: Any, text: Any) -> Any:
-            return row
-
-        def apply(self, scores: Any, token_ids: Any, values: Any, texts: Any) -> None:
-            return None
-
     novel = Novel()
     assert option_name(novel) == "--novel-thing"
     assert parsed(novel, '{"a": [1]}') == {"a": [1]}
@@ -196,6 +201,22 @@ def test_values_of_controls_as_they_are_written() -> None:
     assert json_or_list("--x", " 1, 2 ,3 ", is_list=True) == [1, 2, 3]
     assert json_or_list("--x", "[1, 2]", is_list=True) == [1, 2]
     assert math.isnan(json_or_list("--x", "NaN"))  # the client refuses it by the field's name
+
+
+def test_a_control_that_is_added_is_an_option_without_a_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*, first: int = 0, **controls: Any) -> None:
+        print(json.dumps([first, controls]))
+
+    monkeypatch.setattr(control_options, "CONTROLS", (*CONTROLS, Novel()))
+    app = typer.Typer(add_completion=False)
+    app.command()(control_options.with_control_options(command, after="first", panel="Sampling"))
+    run = typer.main.get_command(app).main
+    run(["--novel-thing", '{"a": [1]}', "--min-p", "0.5"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out) == [0, {"min_p": 0.5, "novel_thing": {"a": [1]}}]
+    run(["--first", "2"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out) == [2, {}]
 
 
 def test_json_of_one_choice_and_of_several(command: Command) -> None:
