@@ -1,8 +1,9 @@
 """Which rows run in a step: slots, token budget and blocks, without a thought for why.
 
 Requests run in the order of their admission. Every decoding request gets its row first, proposals come second, prompts
-third and new requests last. If blocks run out, the request admitted last gives up its own and is computed anew later
-(its committed tokens are then its prompt), so the oldest one always goes on and every request ends.
+third and new requests last. If blocks run out, prompts that are kept for choices that wait are given up first
+(``sharing.py``); then the request admitted last gives up its own and is computed anew later (its committed tokens are
+then its prompt), so the oldest one always goes on and every request ends.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from outrider.controls import needs_text
 from outrider.core.block_pool import BlockPool
 from outrider.core.plan import GroupInfo, SequencePlan
 from outrider.core.proposal import Proposal, shorten
 from outrider.router.requests import Request
 from outrider.router.rounds import prepared
+from outrider.router.sharing import SharedPrompts
 
 PREFILL_SHARE = 4  # proposals leave one row in this many to prompts that wait
+MAX_SCORED_ROWS = 128  # of a step: each is a row of logits in memory, as wide as the vocabulary
+
+Propose = Callable[[Request], Proposal | None]
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,27 @@ class Rows:
     @property
     def num_text_rows(self) -> int:
         return len(self.plan.tokens) - self.plan.num_proposal_tokens
+
+
+@dataclass
+class _Left:
+    """Rows that a step still has room for, and how many of them may be scored."""
+
+    rows: int
+    scored: int
+
+    def chunk(self, request: Request) -> int:
+        """How many rows of its prompt a request gets.
+
+        Scored rows are the first of their plan, so a prompt that begins anew has the rows that were scored before in
+        chunks of their own. The last row of a prompt is not scored: what follows it is output.
+        """
+        missing, unscored = request.num_missing, request.num_unscored
+        if unscored and request.kv_len < request.num_scored:
+            return min(request.num_scored - request.kv_len, self.rows)
+        if unscored > self.scored:
+            return min(self.scored, self.rows)
+        return min(missing, self.rows)
 
 
 class Batcher:
@@ -60,6 +87,7 @@ class Batcher:
         self.waiting.extendleft(reversed(self.running))
         self.running = []
         self.pool = BlockPool(info.num_blocks, info.block_size)
+        self._shared = SharedPrompts(self.pool)
         self.budget = info.max_num_batched_tokens
         self._max_planned_seqs = info.max_num_seqs
         self.limit(max_num_seqs)
@@ -75,11 +103,12 @@ class Batcher:
         return released
 
     def remove(self, request: Request) -> None:
-        """Take a request out of the queue or the running ones; its blocks stay until ``release``."""
+        """Take a request that has ended out of queue or running ones; its blocks stay until ``release``."""
         if request.seq_id:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+        self._shared.tidy(request.family)
 
     def release(self, request: Request) -> None:
         """Free the blocks of a request that no step uses."""
@@ -89,19 +118,16 @@ class Batcher:
             _forget_cache(request)
 
     def can_admit(self) -> bool:
-        """Whether the request at the head of the queue could join the next step."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return False
-        # One block stays for each running request, or it might preempt the new one in the very next step.
-        wanted = self.pool.blocks_for(len(self.waiting[0].text)) + len(self.running)
-        return self.pool.can_allocate(wanted)
+        """Whether a request of the queue could join the next step."""
+        return self._admissible() is not None
 
-    def build(self, propose: Callable[[Request], Proposal | None], resting: Sequence[Request] = ()) -> list[Rows]:
+    def build(self, propose: Propose, resting: Sequence[Request] = ()) -> list[Rows]:
         """The rows of the next step, at most ``budget``; moves requests between queue and running ones.
 
         ``propose`` gives the proposal that continues a request's text, of any length, or None. ``resting`` requests
         would rather stay out of it; they do unless nobody else takes part.
         """
+        self._make_room()
         if not self.can_admit() and all(request in resting for request in self.running):
             resting = ()
         for request in self.running:
@@ -110,20 +136,22 @@ class Batcher:
         # Growing for one request may preempt a later one, which then has no sequence id.
         decoding = [request for request in decoding if request.seq_id and self._grow(request)]
         prompts = [request for request in self.running if request.num_missing > 1]
-        left = self.budget - len(decoding)
+        left = _Left(self.budget - len(decoding), MAX_SCORED_ROWS)
         wanted = sum(request.num_missing for request in prompts)
-        wanted += len(self.waiting[0].text) if self.can_admit() else 0
-        spare = left - min(wanted, left // PREFILL_SHARE)
+        head = self._admissible()
+        wanted += len(head.text) - self._shared.num_lent(head) * self.pool.block_size if head is not None else 0
+        spare = left.rows - min(wanted, left.rows // PREFILL_SHARE)
         rows = []
         for index, request in enumerate(decoding):
             built = self._rows(request, 1, propose, spare // (len(decoding) - index))
             spare -= built.plan.num_proposal_tokens
-            left -= built.plan.num_proposal_tokens
+            left.rows -= built.plan.num_proposal_tokens
             rows.append(built)
         for request in prompts:
-            left -= self._add_prompt(rows, request, propose, left)
-        while left > 0 and self.can_admit():
-            left -= self._add_prompt(rows, self._admit(), propose, left)
+            rows += self._prompt_rows(request, propose, left)
+        while (head := self._admissible()) is not None and left.chunk(head):
+            self._admit(head)
+            rows += self._prompt_rows(head, propose, left)
         return rows
 
     def computed(self, request: Request, num_rows: int, num_accepted: int) -> None:
@@ -131,7 +159,9 @@ class Batcher:
 
         Blocks that held only rejected rows are free again.
         """
+        before = request.kv_len
         request.kv_len += num_rows + num_accepted
+        self._shared.computed(request, before)
         keep = self.pool.blocks_for(len(request.text))
         self.pool.release(request.blocks[keep:])
         del request.blocks[keep:]
@@ -139,11 +169,13 @@ class Batcher:
 
     def check_integrity(self, in_flight: Iterable[Request]) -> None:
         """Raise ``AssertionError`` unless the books balance; ``in_flight`` have ended but still hold blocks."""
-        self.pool.check_integrity([request.blocks for request in (*self.running, *in_flight)])
+        held = [request.blocks for request in (*self.running, *in_flight)]
+        self.pool.check_integrity([*held, *self._shared.tables()])
+        self._shared.check_integrity(self.running)
         if len(self.running) > min(self.budget, self._max_planned_seqs):
             raise AssertionError(f"{len(self.running)} requests run, more than one step can hold")
         for request in self.waiting:
-            if request.blocks or request.seq_id or request.kv_len or request.blocks_told:
+            if request.blocks or request.seq_id or request.kv_len or request.blocks_told or request.is_told:
                 raise AssertionError(f"{request.new.request_id} waits and holds a part of the cache")
         for request in self.running:
             if not request.seq_id or request.ended:
@@ -153,10 +185,29 @@ class Batcher:
             if len(request.blocks) < self.pool.blocks_for(request.kv_len):
                 raise AssertionError(f"{request.new.request_id} has keys and values without blocks")
 
+    def _admissible(self) -> Request | None:
+        """The request of the queue that could join the next step: the first that need not wait for its sibling."""
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return None
+        head = next((request for request in self.waiting if not self._shared.must_wait(request)), None)
+        if head is None:
+            return None
+        # One block stays for each running request, or it might preempt the new one in the very next step.
+        wanted = self.pool.blocks_for(len(head.text)) - self._shared.num_lent(head) + len(self.running)
+        return head if self.pool.can_allocate(wanted) else None
+
+    def _make_room(self) -> None:
+        """Where nothing runs, let no prompt that is kept for others bar the head of the queue."""
+        while not self.running and self.waiting and self._admissible() is None:
+            if not self._shared.give_up(but=self.waiting[0].family):
+                return
+
     def _grow(self, request: Request) -> bool:
-        """Get the blocks for all committed tokens, from later requests if need be; False: it had to go itself."""
+        """Get the blocks for all committed tokens, from others if need be; False: it had to go itself."""
         missing = self.pool.blocks_for(len(request.text)) - len(request.blocks)
         while not self.pool.can_allocate(missing):
+            if self._shared.give_up():
+                continue
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
@@ -166,49 +217,56 @@ class Batcher:
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        self.remove(request)
+        self.running.remove(request)
         self.release(request)
         self.waiting.appendleft(request)
 
-    def _admit(self) -> Request:
-        request = self.waiting.popleft()
+    def _admit(self, request: Request) -> None:
+        self.waiting.remove(request)
+        lent = self._shared.lend(request)
         request.seq_id = self._next_seq_id
         self._next_seq_id += 1
-        request.blocks = self.pool.allocate(self.pool.blocks_for(len(request.text)))
+        request.blocks = [*lent, *self.pool.allocate(self.pool.blocks_for(len(request.text)) - len(lent))]
+        request.kv_len = len(lent) * self.pool.block_size
         self.running.append(request)
-        return request
+        self._shared.tidy(request.family)
 
-    def _add_prompt(
-        self, rows: list[Rows], request: Request, propose: Callable[[Request], Proposal | None], left: int
-    ) -> int:
-        """Add the next chunk of a prompt, followed by a proposal if it is the last one. Returns the rows taken."""
-        chunk = min(request.num_missing, left)
+    def _prompt_rows(self, request: Request, propose: Propose, left: _Left) -> list[Rows]:
+        """The next chunk of a prompt, if there is room for it, followed by a proposal if it is the last one."""
+        chunk = left.chunk(request)
         if chunk == 0:
-            return 0
-        built = self._rows(request, chunk, propose, left - chunk)
-        rows.append(built)
-        return len(built.plan.tokens)
+            return []
+        built = self._rows(request, chunk, propose, left.rows - chunk)
+        left.rows -= len(built.plan.tokens)
+        left.scored -= len(built.plan.scored_tokens)
+        return [built]
 
-    def _rows(
-        self, request: Request, num_text_rows: int, propose: Callable[[Request], Proposal | None], spare: int
-    ) -> Rows:
+    def _rows(self, request: Request, num_text_rows: int, propose: Propose, spare: int) -> Rows:
         """Rows for ``num_text_rows`` tokens of the text and, at its end, for at most ``spare`` proposed tokens."""
         is_last = num_text_rows == request.num_missing
         proposal = self._fitting(request, propose(request), spare) if is_last and spare > 0 else None
         proposed = proposal.tokens if proposal is not None else ()
         start = request.kv_len
+        tokens = request.text.tokens
+        num_scored = min(num_text_rows, request.num_unscored) if start >= request.num_scored else 0
+        first = 0 if num_scored else num_text_rows - 1
+        is_first = not request.is_told
+        sampling = request.new.sampling
         plan = SequencePlan(
             seq_id=request.seq_id,
             generation=request.new.generation,
             kv_len=start,
-            tokens=(*request.text.tokens[start : start + num_text_rows], *proposed),
+            tokens=(*tokens[start : start + num_text_rows], *proposed),
             block_keep=request.blocks_told,
             block_append=tuple(request.blocks[request.blocks_told :]),
             num_proposal_tokens=len(proposed),
             draft_rows=proposal.rows if proposal is not None else (),
-            logits_rows=tuple(range(num_text_rows - 1, num_text_rows + len(proposed))) if is_last else (),
-            sampling=request.new.sampling if start == 0 else None,  # a sequence's first plan starts at 0, no other does
+            logits_rows=tuple(range(first, num_text_rows + len(proposed))) if is_last or num_scored else (),
+            sampling=sampling if is_first else None,
+            scored_tokens=tuple(tokens[start + 1 : start + 1 + num_scored]),
+            prefix_tokens=tuple(tokens[:start]) if is_first and needs_text(sampling) else (),
         )
+        request.is_told = True
         request.blocks_told = len(request.blocks)
         return Rows(request, plan, proposal, request.proposal_draft if proposal is not None else "")
 
@@ -234,3 +292,4 @@ def _forget_cache(request: Request) -> None:
     request.kv_len = 0
     request.blocks = []
     request.blocks_told = 0
+    request.is_told = False

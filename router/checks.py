@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from outrider.core.errors import GroupError, InvalidRequest
 from outrider.core.plan import GroupInfo, SequenceError, StepPlan, StepResult, committed_checksum
+from outrider.core.sampling import Sampling
 from outrider.router.requests import NewRequest
 from outrider.router.rounds import result_fault
 
@@ -25,25 +28,31 @@ def end_length(request: NewRequest, info: GroupInfo) -> int:
         raise InvalidRequest("prompt_tokens", outside, f"in the vocabulary of {info.vocab_size} tokens")
     if request.num_speculative_tokens is not None and request.num_speculative_tokens < 0:
         raise InvalidRequest("num_speculative_tokens", request.num_speculative_tokens, "at least 0")
-    if request.max_tokens is None:
-        return min(info.max_model_len, capacity + 1)
-    if request.max_tokens < 1:
+    end_len = min(info.max_model_len, capacity + 1)
+    if request.max_tokens is not None:
+        end_len = min(length + request.max_tokens, info.max_model_len)
+    if request.max_tokens is not None and request.max_tokens < 1:
         raise InvalidRequest("max_tokens", request.max_tokens, "at least 1")
-    end_len = min(length + request.max_tokens, info.max_model_len)
     if end_len > capacity + 1:
         limit = f"at most {capacity + 1 - length} with this prompt: the cache holds {capacity} tokens"
         raise InvalidRequest("max_tokens", request.max_tokens, limit)
+    if request.min_tokens > end_len - length:
+        limit = f"at most {end_len - length}: the text has no room for more behind this prompt"
+        raise InvalidRequest("sampling.min_tokens", request.min_tokens, limit)
     return end_len
 
 
-def check_result(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
-    """Raise ``GroupError`` if a result contradicts its plan, or ranks disagree about what they hold."""
+def check_result(plan: StepPlan, result: StepResult, samplings: Mapping[int, Sampling], vocab_size: int) -> None:
+    """Raise ``GroupError`` if a result contradicts its plan, or ranks disagree about what they hold.
+
+    ``samplings`` are the settings of each planned sequence.
+    """
     planned = {sequence.seq_id: sequence for sequence in plan.sequences}
     if sorted(planned) != sorted(outcome.seq_id for outcome in result.sequences):
         raise GroupError(f"step {plan.step}: the group answered for other sequences than the planned ones")
     for outcome in result.sequences:
         sequence = planned[outcome.seq_id]
-        fault = result_fault(sequence, outcome, vocab_size)
+        fault = result_fault(sequence, outcome, samplings[outcome.seq_id], vocab_size)
         if outcome.generation != sequence.generation:
             fault = f"generation {outcome.generation} instead of {sequence.generation}"
         if fault is not None:

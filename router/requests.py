@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from outrider.core.logprobs import TokenLogprobs
 from outrider.core.prefix import HashedTokens
 from outrider.core.proposal import Proposal
 from outrider.core.sampling import Sampling, Verifier
 
 if TYPE_CHECKING:
     from outrider.router.draft_book import DraftSession
+    from outrider.router.families import Family
     from outrider.router.policy import Throttle
 
 
@@ -36,9 +38,12 @@ class NewRequest:
     Attributes:
         generation: grows each time ``request_id`` is used again.
         max_tokens: output tokens wanted; None takes as many as context and cache hold.
-        eos_token_ids: tokens at which the model ends its text.
+        eos_token_ids: tokens at which the model ends its text; empty where it is not to end there.
         stop_token_ids: further tokens that end the text.
         stop: strings that end the text; matching them is the cutter's affair.
+        min_tokens: stop strings that are complete within so many output tokens do not count. What keeps EOS and stop
+            tokens away from there is the control of that name, at the target.
+        num_choices: choices to generate; the scheduler numbers them in ``sampling.choice``.
         num_speculative_tokens: None takes the scheduler's setting; 0 means no speculation.
         deadline: time at which the request is given up, or None.
     """
@@ -51,6 +56,8 @@ class NewRequest:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    num_choices: int = 1
     num_speculative_tokens: int | None = None
     deadline: float | None = None
 
@@ -87,6 +94,9 @@ class SpeculationStats:
         acceptance_histogram: entry ``i`` counts rounds with a proposal that accepted exactly ``i`` tokens.
         target_calls: target passes that committed tokens.
         probability_bytes: bytes of q rows that went to the target.
+        num_forced_tokens: proposed tokens in whose place the grammar left no choice.
+        num_forced_accepted: those of them that became text.
+        grammar_ms: time that the grammar took at the target.
     """
 
     verifier: Verifier
@@ -97,6 +107,9 @@ class SpeculationStats:
     acceptance_histogram: tuple[int, ...] = ()
     target_calls: int = 0
     probability_bytes: int = 0
+    num_forced_tokens: int = 0
+    num_forced_accepted: int = 0
+    grammar_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,12 +134,16 @@ class Finished:
 
 @dataclass(frozen=True)
 class Committed:
-    """Tokens of one request that became permanent, and its end if they are the last ones.
+    """Tokens of one choice that became permanent, and its end if they are the last ones.
 
     Attributes:
         position: position of ``tokens[0]``; the length of the text where ``tokens`` is empty.
         proposal_id: the proposal that was verified, or 0.
         num_accepted: how many of ``tokens`` it contributed.
+        choice: which of the request's choices this is.
+        logprobs: one for each of ``tokens``, where they are asked for.
+        prompt_logprobs: with the first tokens of choice 0, where they are asked for: one for each token of the prompt
+            but the first.
     """
 
     request_id: str
@@ -136,6 +153,9 @@ class Committed:
     finish: Finished | None = None
     proposal_id: int = 0
     num_accepted: int = 0
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def base_len(self) -> int:
@@ -145,15 +165,20 @@ class Committed:
 
 @dataclass(eq=False)
 class Request:
-    """What the scheduler knows about a request that has not ended.
+    """What the scheduler knows about one choice of a request that has not ended.
 
     Attributes:
+        new: what was asked for, with this choice's own settings.
+        family: the choices of the same request.
         seq_id: the group's name for it while it runs; 0 while it waits.
         text: committed tokens, prompt and output.
         end_len: length at which the text ends whatever it says (``max_tokens``, context or cache).
         kv_len: positions whose keys and values are valid.
         blocks: its block table.
         blocks_told: entries of ``blocks`` that the group knows.
+        is_told: whether the group knows the sequence at all.
+        num_scored: log-probabilities of the prompt that are known; the others are those of its last tokens.
+        unreported: those that wait for the first token of the output.
         num_speculative_tokens: most tokens that a round verifies.
         proposal: newest proposal that may still continue the text, as it came from draft ``proposal_draft``.
         sat_out: whether it stayed out of the last step to wait for a proposal.
@@ -167,10 +192,14 @@ class Request:
     cutter: Cutter
     stats: SpeculationStats
     throttle: Throttle
+    family: Family
     seq_id: int = 0
     kv_len: int = 0
     blocks: list[int] = field(default_factory=list)
     blocks_told: int = 0
+    is_told: bool = False
+    num_scored: int = 0
+    unreported: list[TokenLogprobs] = field(default_factory=list)
     proposal: Proposal | None = None
     proposal_draft: str = ""
     session: DraftSession | None = None
@@ -181,8 +210,17 @@ class Request:
     ended: bool = False
 
     @property
+    def choice(self) -> int:
+        return self.new.sampling.choice
+
+    @property
     def prompt_len(self) -> int:
         return len(self.new.prompt_tokens)
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are still to come. Nothing comes before the first."""
+        return 0 if self.new.sampling.prompt_logprobs is None else self.prompt_len - 1 - self.num_scored
 
     @property
     def end_tokens(self) -> frozenset[int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from outrider.core.logprobs import TokenLogprobs
 from outrider.core.plan import SequencePlan, SequenceResult
 from outrider.core.prefix import HashedTokens
 from outrider.core.proposal import Proposal, proposal_fault, usable_suffix
-from outrider.core.sampling import Verifier
+from outrider.core.sampling import Sampling, Verifier
 from outrider.router.requests import Cutter, Finished, FinishReason, Request, SpeculationStats
 
 
@@ -62,11 +63,13 @@ def prepared(proposal: Proposal, verifier: Verifier) -> Proposal:
     return replace(proposal, rows=()) if proposal.rows and verifier is not Verifier.REJECTION else proposal
 
 
-def result_fault(plan: SequencePlan, result: SequenceResult, vocab_size: int) -> str | None:
+def result_fault(plan: SequencePlan, result: SequenceResult, sampling: Sampling, vocab_size: int) -> str | None:
     """How a result contradicts its plan, or None."""
     if result.error is not None:
         return None
-    if not plan.logits_rows:
+    if not _are_of(result.prompt_logprobs, plan.scored_tokens):
+        return "log-probabilities of other tokens than the prompt's"
+    if not plan.verified_rows:
         return "tokens were committed where no logits were wanted" if result.committed else None
     num_accepted, committed = result.num_accepted, result.committed
     if not 0 <= num_accepted <= plan.num_proposal_tokens or len(committed) != num_accepted + 1:
@@ -76,7 +79,14 @@ def result_fault(plan: SequencePlan, result: SequenceResult, vocab_size: int) ->
         return "accepted tokens are not the proposed ones"
     if any(not 0 <= token < vocab_size for token in committed):
         return f"a committed token outside the vocabulary of {vocab_size}"
+    if not _are_of(result.logprobs, () if sampling.logprobs is None else committed):
+        return "log-probabilities of other tokens than the committed ones"
     return None
+
+
+def _are_of(entries: Sequence[TokenLogprobs], tokens: Sequence[int]) -> bool:
+    """Whether there is one entry for each token."""
+    return [entry.token_id for entry in entries] == list(tokens)
 
 
 def num_verified(proposal: Proposal, num_committed: int, num_kept: int) -> int:
@@ -85,14 +95,21 @@ def num_verified(proposal: Proposal, num_committed: int, num_kept: int) -> int:
 
 
 def counted(
-    stats: SpeculationStats, proposal: Proposal | None, num_accepted: int, num_committed: int, num_kept: int
+    stats: SpeculationStats, proposal: Proposal | None, result: SequenceResult, num_kept: int
 ) -> SpeculationStats:
-    """The statistics after a round. Where the text ends inside the block, nothing behind its end is counted."""
-    stats = replace(stats, target_calls=stats.target_calls + (1 if num_kept else 0))
+    """The statistics after a round. Where the text ends inside the block, nothing behind its end is counted.
+
+    (Of forced tokens a result tells no places: as many count as may lie before the end.)
+    """
+    stats = replace(
+        stats,
+        target_calls=stats.target_calls + (1 if num_kept else 0),
+        grammar_ms=stats.grammar_ms + result.grammar_us / 1000.0,
+    )
     if proposal is None:
         return stats
-    accepted = min(num_accepted, num_kept)
-    verified = num_verified(proposal, num_committed, num_kept)
+    accepted = min(result.num_accepted, num_kept)
+    verified = num_verified(proposal, len(result.committed), num_kept)
     histogram = list(stats.acceptance_histogram)
     histogram.extend([0] * (accepted + 1 - len(histogram)))
     histogram[accepted] += 1
@@ -104,6 +121,8 @@ def counted(
         num_accepted_tokens=stats.num_accepted_tokens + accepted,
         acceptance_histogram=tuple(histogram),
         probability_bytes=stats.probability_bytes + sum(row.num_bytes for row in proposal.rows),
+        num_forced_tokens=stats.num_forced_tokens + min(result.num_forced_tokens, verified),
+        num_forced_accepted=stats.num_forced_accepted + min(result.num_forced_accepted, accepted),
     )
 
 

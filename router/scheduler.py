@@ -13,27 +13,18 @@ Plain synchronous code; time is an argument. A driver calls it like this::
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from outrider.core.errors import Conflict, Overloaded
-from outrider.core.plan import GroupInfo, StepPlan, StepResult
-from outrider.core.prefix import HashedTokens
+from outrider.core.plan import GroupInfo, SequenceResult, StepPlan, StepResult
 from outrider.core.proposal import Proposal, sound_part
 from outrider.router.batch import Batcher, Rows
 from outrider.router.checks import check_result, end_length
 from outrider.router.draft_book import DraftBook
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
+from outrider.router.families import RequestBook, new_family
 from outrider.router.pacing import Pacer, usable
-from outrider.router.policy import Throttle, after_plain_round, after_round
-from outrider.router.requests import (
-    Committed,
-    Cutter,
-    FinishReason,
-    NewRequest,
-    NoStops,
-    Request,
-    SpeculationStats,
-)
+from outrider.router.policy import after_plain_round, after_round
+from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest, NoStops, Request
 from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
 from outrider.router.snapshots import SchedulerSnapshot
 
@@ -81,7 +72,7 @@ class Scheduler:
         self.settings = settings
         self.epoch = epoch
         self._make_cutter = make_cutter
-        self._requests: dict[str, Request] = {}  # queue and running ones, by request id
+        self._requests = RequestBook()
         self._batcher = Batcher(info, settings.max_num_seqs)
         self._drafts = DraftBook()
         self._in_flight: _Step | None = None
@@ -90,38 +81,31 @@ class Scheduler:
         self._held_until: float | None = None
 
     def add(self, request: NewRequest, now: float) -> None:
-        """Queue a request. Raises ``InvalidRequest``, ``Overloaded`` or ``Conflict`` and then changes nothing."""
+        """Queue a request, all its choices or none.
+
+        Raises ``InvalidRequest``, ``Overloaded`` or ``Conflict`` and then changes nothing.
+        """
         end_len = end_length(request, self.info)
-        if request.request_id in self._requests:
-            raise Conflict(f"request {request.request_id} runs already; choose another request_id or abort it first")
-        if len(self._requests) >= self.settings.max_num_seqs + self.settings.max_queue:
-            raise Overloaded(f"{len(self._requests)} requests run or wait and the queue is full; try again later")
+        self._requests.check_room(request, self.settings.max_num_seqs + self.settings.max_queue)
         if not self._requests:
             self._pacer.ready_since = now
         k = request.num_speculative_tokens
         k = self.settings.num_speculative_tokens if k is None else k
-        added = Request(
-            new=request,
-            text=HashedTokens(request.prompt_tokens),
-            end_len=end_len,
-            num_speculative_tokens=k,
-            cutter=self._make_cutter(request),
-            stats=SpeculationStats(request.sampling.verifier, acceptance_histogram=(0,) * (k + 1)),
-            throttle=Throttle(),
-        )
-        self._requests[request.request_id] = added
-        self._batcher.waiting.append(added)
+        family = new_family(request, end_len=end_len, num_speculative_tokens=k, make_cutter=self._make_cutter)
+        self._requests.add(family)
+        self._batcher.waiting.extend(family.members.values())
 
-    def abort(self, request_id: str, reason: str, now: float) -> Committed | None:
-        """End a request at once (finish reason ABORT); its id may be used again immediately. None: no such request."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        return self._end(request, FinishReason.ABORT, error_message=reason)
+    def abort(self, request_id: str, reason: str, now: float, choice: int | None = None) -> list[Committed]:
+        """End a request, or one of its choices, at once (finish reason ABORT). Empty: nothing of it runs.
+
+        The id of a request without choices may be used again immediately.
+        """
+        choices = [r for r in self._requests.choices(request_id) if choice in (None, r.choice)]
+        return [self._end(request, FinishReason.ABORT, error_message=reason) for request in choices]
 
     def expire(self, now: float) -> list[Committed]:
         """End the requests whose deadline has passed (finish reason DEADLINE)."""
-        late = [r for r in self._requests.values() if r.new.deadline is not None and r.new.deadline <= now]
+        late = [r for r in self._requests if r.new.deadline is not None and r.new.deadline <= now]
         return [self._end(request, FinishReason.DEADLINE, error_message="the deadline has passed") for request in late]
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -147,7 +131,7 @@ class Scheduler:
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call ``expire`` and ``schedule`` again if nothing happens before; None: not at all."""
-        times = [r.new.deadline for r in self._requests.values() if r.new.deadline is not None]
+        times = [r.new.deadline for r in self._requests if r.new.deadline is not None]
         if self._in_flight is None and self._requests:
             times.append(now if self._held_until is None else self._held_until)
         return min(times, default=None)
@@ -160,10 +144,11 @@ class Scheduler:
         step = self._in_flight
         if step is None or result.epoch != self.epoch or result.step != step.plan.step:
             return []
-        check_result(step.plan, result, self.info.vocab_size)
+        samplings = {seq_id: part.request.new.sampling for seq_id, part in step.rows.items()}
+        check_result(step.plan, result, samplings, self.info.vocab_size)
         self._in_flight = None
         self._pacer.ready_since = now
-        if step.rows and all(len(part.plan.logits_rows) == len(part.plan.tokens) for part in step.rows.values()):
+        if step.rows and all(len(part.plan.verified_rows) == len(part.plan.tokens) for part in step.rows.values()):
             self._pacer.step_took(now - step.started)
         committed = []
         for outcome in result.sequences:
@@ -173,10 +158,13 @@ class Scheduler:
                 self._batcher.release(request)
             elif outcome.error is not None:
                 committed.append(self._end(request, FinishReason.ERROR, error_message=outcome.error_message))
-            elif outcome.committed:
-                committed.append(self._commit(part, outcome.num_accepted, outcome.committed, now))
             else:
-                self._batcher.computed(request, part.num_text_rows, 0)
+                request.num_scored += len(outcome.prompt_logprobs)
+                request.unreported.extend(outcome.prompt_logprobs)
+                if outcome.committed:
+                    committed.append(self._commit(part, outcome, now))
+                else:
+                    self._batcher.computed(request, part.num_text_rows, 0)
         return committed
 
     def reset(self, epoch: int, info: GroupInfo) -> list[Committed]:
@@ -188,7 +176,7 @@ class Scheduler:
         self._in_flight = None
         self._batcher.reset(info, self.settings.max_num_seqs)
         room = min(info.max_model_len, self._batcher.num_pool_positions + 1)
-        misfits = [request for request in self._requests.values() if request.end_len > room]
+        misfits = [request for request in self._requests if request.end_len > room]
         message = f"the target group was rebuilt with room for {room} tokens only"
         return [self._end(request, FinishReason.ERROR, error_message=message) for request in misfits]
 
@@ -200,7 +188,7 @@ class Scheduler:
     def draft_joined(self, draft: DraftFacts, now: float) -> None:
         """A draft worker with the group's tokenizer can be used. Joining under a known id replaces the old one."""
         self._drafts.join(draft, now)
-        for request in self._requests.values():
+        for request in self._requests:
             request.excluded_drafts.discard(draft.draft_id)
         self._drafts.assign(self._batcher.running, now)
 
@@ -218,8 +206,7 @@ class Scheduler:
         session = self._drafts.find(draft_id, session_id)
         if session is None:
             return "no such session"
-        new = session.request.new
-        return self.offer(new.request_id, new.generation, proposal, draft_id, now)
+        return self._offer(session.request, proposal, draft_id, now)
 
     def draft_evicted(self, draft_id: str, session_id: int, reason: EvictionReason, now: float) -> None:
         """A draft dropped a session. The request may get another one later."""
@@ -233,14 +220,19 @@ class Scheduler:
         if session is not None:
             self._drafts.commit(session.request, min(from_len, len(session.request.text)), 0, 0, now)
 
-    def offer(self, request_id: str, generation: int, proposal: Proposal, draft_id: str, now: float) -> str | None:
+    def offer(
+        self, request_id: str, generation: int, proposal: Proposal, draft_id: str, now: float, choice: int = 0
+    ) -> str | None:
         """A proposal for a request, from whatever drafter. Returns why it was dropped, or None.
 
         The newest one is kept. A dropped proposal costs speed, never text.
         """
-        request = self._requests.get(request_id)
+        request = self._requests.find(request_id, choice)
         if request is None or request.new.generation != generation:
             return "no such request"
+        return self._offer(request, proposal, draft_id, now)
+
+    def _offer(self, request: Request, proposal: Proposal, draft_id: str, now: float) -> str | None:
         if request.session is not None and request.session.draft_id == draft_id:
             self._drafts.arrived(request.session, proposal.base_len, self._is_in_flight(request), now)
         proposal = sound_part(proposal, self.info.vocab_size)
@@ -272,7 +264,9 @@ class Scheduler:
         rows = self._in_flight.rows.values() if self._in_flight is not None else ()
         self._batcher.check_integrity([part.request for part in rows if part.request.ended])
         known = [*self._batcher.waiting, *self._batcher.running]
-        if len(known) != len(self._requests) or any(self._requests[r.new.request_id] is not r for r in known):
+        if len(known) != len(self._requests) or any(
+            self._requests.find(r.new.request_id, r.choice) is not r for r in known
+        ):
             raise AssertionError("a request is in no queue, or in two")
         sessions = [s for draft in self._drafts.drafts.values() for s in draft.sessions.values()]
         if any(session.request.session is not session or session.request.ended for session in sessions):
@@ -283,60 +277,51 @@ class Scheduler:
     def _is_in_flight(self, request: Request) -> bool:
         return self._in_flight is not None and request.seq_id in self._in_flight.rows
 
-    def _commit(self, part: Rows, num_accepted: int, tokens: tuple[int, ...], now: float) -> Committed:
+    def _commit(self, part: Rows, outcome: SequenceResult, now: float) -> Committed:
         """Make a round's tokens permanent, up to where the text ends."""
-        request, proposal = part.request, part.proposal
+        request, proposal, tokens = part.request, part.proposal, outcome.committed
         position = len(request.text)
         ending = cut(tokens, request.end_len - position, request.end_tokens, request.cutter)
         kept = tokens[: ending.num_kept]
-        accepted = min(num_accepted, len(kept))
-        request.stats = counted(request.stats, proposal, num_accepted, len(tokens), len(kept))
+        accepted = min(outcome.num_accepted, len(kept))
+        request.stats = counted(request.stats, proposal, outcome, len(kept))
         if proposal is None:
             request.throttle = after_plain_round(request.throttle)
         else:
-            request.throttle = after_round(request.throttle, len(proposal.tokens), num_accepted)
+            request.throttle = after_round(request.throttle, len(proposal.tokens), outcome.num_accepted)
             self._drafts.count(part.draft_id, num_verified(proposal, len(tokens), len(kept)), accepted)
         request.text.extend(kept)
+        self._batcher.computed(request, part.num_text_rows, accepted)
         proposal_id = proposal.proposal_id if proposal is not None else 0
-        if ending.reason is not None:
-            return self._end(request, ending.reason, ending, kept, proposal_id, accepted)
-        self._batcher.computed(request, part.num_text_rows, num_accepted)
-        if usable(request) is None:
-            request.proposal = None
-        self._drafts.commit(request, position, proposal_id, accepted, now)
-        return Committed(
+        commit = Committed(
             request.new.request_id,
             request.new.generation,
             position,
             kept,
             proposal_id=proposal_id,
             num_accepted=accepted,
+            choice=request.choice,
+            logprobs=outcome.logprobs[: len(kept)],
+            prompt_logprobs=tuple(request.unreported),
         )
+        request.unreported = []
+        if ending.reason is not None:
+            return replace(commit, finish=self._end(request, ending.reason, ending).finish)
+        if usable(request) is None:
+            request.proposal = None
+        self._drafts.commit(request, position, proposal_id, accepted, now)
+        return commit
 
     def _end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        ending: Cut | None = None,
-        kept: tuple[int, ...] = (),
-        proposal_id: int = 0,
-        num_accepted: int = 0,
-        error_message: str = "",
+        self, request: Request, reason: FinishReason, ending: Cut | None = None, error_message: str = ""
     ) -> Committed:
         """Take a request out of everything; blocks that a step in flight writes stay until that step is over."""
-        del self._requests[request.new.request_id]
+        self._requests.remove(request)
         self._batcher.remove(request)
         self._drafts.close(request)
         request.ended = True
         if not self._is_in_flight(request):
             self._batcher.release(request)
         finish = finished(request, reason, self.info.row_invariant, ending, error_message)
-        return Committed(
-            request.new.request_id,
-            request.new.generation,
-            len(request.text) - len(kept),
-            kept,
-            finish,
-            proposal_id=proposal_id,
-            num_accepted=num_accepted,
-        )
+        new = request.new
+        return Committed(new.request_id, new.generation, len(request.text), (), finish, choice=request.choice)

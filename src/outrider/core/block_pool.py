@@ -56,6 +56,10 @@ class BlockPool:
             self._refs[block] += 1
         return shared
 
+    def num_freed_by(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks ``release`` would free: those that have no second holder."""
+        return sum(self._refs[block] == 1 for block in blocks)
+
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one reference to each block; a block without references is free."""
         for block in blocks:

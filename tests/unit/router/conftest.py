@@ -1,8 +1,8 @@
 """A toy model in pure Python: a target group that keeps its cache in blocks, drafts that are right or wrong at will,
 and a world that drives a scheduler with them.
 
-The toy's next token is a hash of everything before it, as read from its cache. So a wrong position, a stale slot or a
-block that two sequences share shows up as wrong text.
+The toy's next token is a hash of everything before it, as read from its cache, and of the choice. So a wrong position,
+a stale slot or a block that two sequences write shows up as wrong text.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
+from outrider.controls import needs_text
+from outrider.core.logprobs import TokenLogprobs
 from outrider.core.plan import (
     GroupInfo,
     RankReport,
@@ -34,16 +36,29 @@ from outrider.router.scheduler import Scheduler, SchedulerSettings
 VOCAB_SIZE = 23
 
 
-def next_token(prefix: Sequence[int]) -> int:
-    digest = hashlib.blake2b(bytes(prefix), digest_size=8).digest()
+def next_token(prefix: Sequence[int], choice: int = 0) -> int:
+    digest = hashlib.blake2b(bytes(prefix), digest_size=8, person=bytes([choice])).digest()
     return int.from_bytes(digest, "little") % VOCAB_SIZE
 
 
-def continuation(prefix: Sequence[int], count: int) -> list[int]:
+def continuation(prefix: Sequence[int], count: int, choice: int = 0) -> list[int]:
     text = list(prefix)
     for _ in range(count):
-        text.append(next_token(text))
+        text.append(next_token(text, choice))
     return text[len(prefix) :]
+
+
+def logprobs_of(prefix: Sequence[int], token: int, num_top: int) -> TokenLogprobs:
+    """The toy's log-probability of a token behind a prefix: a hash of both."""
+    number = next_token([*prefix, token])
+    return TokenLogprobs(token, -number / 8.0, number + 1, tuple(range(num_top)), (-1.0,) * num_top)
+
+
+def all_logprobs(text: Sequence[int], start: int, num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """What is reported of ``text[start:]``."""
+    if num_top is None:
+        return ()
+    return tuple(logprobs_of(text[:index], text[index], num_top) for index in range(start, len(text)))
 
 
 def plain_decode(request: NewRequest, info: GroupInfo) -> tuple[list[int], FinishReason]:
@@ -52,7 +67,7 @@ def plain_decode(request: NewRequest, info: GroupInfo) -> tuple[list[int], Finis
     room = room if request.max_tokens is None else min(room, request.max_tokens)
     output: list[int] = []
     while True:
-        output.append(next_token([*request.prompt_tokens, *output]))
+        output.append(next_token([*request.prompt_tokens, *output], request.sampling.choice))
         if output[-1] in request.eos_token_ids | request.stop_token_ids:
             return output, FinishReason.STOP
         if len(output) == room:
@@ -92,6 +107,8 @@ class ToyGroup:
         self.sequences: dict[int, _Sequence] = {}
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (position, token)
         self.used_ids: set[int] = set()
+        self.num_shared_positions = 0  # that sequences did not compute themselves
+        self.most_scored = 0  # scored rows of one sequence in one step
 
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.sequences
@@ -102,8 +119,6 @@ class ToyGroup:
         results = [self._run_sequence(sequence) for sequence in plan.sequences]
         planned = {sequence.seq_id for sequence in plan.sequences}
         assert len(planned) == len(plan.sequences)
-        tables = [block for sequence in self.sequences.values() for block in sequence.table]
-        assert len(tables) == len(set(tables)), "two sequences share a block"
         checksum = committed_checksum((sequence.seq_id, sequence.kv_len) for sequence in plan.sequences)
         ranks = (RankReport(0, len(self.sequences), checksum),)
         return StepResult(plan.epoch, plan.step, tuple(results), ranks)
@@ -114,13 +129,22 @@ class ToyGroup:
             assert plan.seq_id not in self.used_ids, "a released sequence is used again"
             assert plan.sampling is not None
             assert plan.block_keep == 0
-            sequence = self.sequences[plan.seq_id] = _Sequence(plan.generation, plan.sampling)
+            sequence = self.sequences[plan.seq_id] = _Sequence(plan.generation, plan.sampling, kv_len=plan.kv_len)
             self.used_ids.add(plan.seq_id)
+            self.num_shared_positions += plan.kv_len
+            known = plan.prefix_tokens
+        else:
+            assert plan.sampling is None
+            assert plan.prefix_tokens == ()
+            known = None
         assert plan.generation == sequence.generation
         assert plan.kv_len == sequence.kv_len
         assert plan.block_keep <= len(sequence.table)
         sequence.table = [*sequence.table[: plan.block_keep], *plan.block_append]
         assert all(0 <= block < self.info.num_blocks for block in sequence.table)
+        if known is not None:
+            wanted = self._read(sequence, plan.kv_len) if needs_text(sequence.sampling) else []
+            assert list(known) == wanted
         end = plan.kv_len + len(plan.tokens)
         assert end <= min(self.info.max_model_len, len(sequence.table) * self.info.block_size)
         k = plan.num_proposal_tokens
@@ -128,21 +152,44 @@ class ToyGroup:
         assert num_text_rows >= 1
         assert len(plan.draft_rows) in ((0, k) if sequence.sampling.verifier is Verifier.REJECTION else (0,))
         for position, token in enumerate(plan.tokens, plan.kv_len):
-            self.slots[self._slot(sequence, position)] = (position, token)
-        if not plan.logits_rows:
+            block, _ = slot = self._slot(sequence, position)
+            for other in self.sequences.values():
+                valid = -(-other.kv_len // self.info.block_size)
+                assert other is sequence or block not in other.table[:valid], (
+                    "a block that another one reads is written"
+                )
+            self.slots[slot] = (position, token)
+        sampling, scored = sequence.sampling, len(plan.scored_tokens)
+        self.most_scored = max(self.most_scored, scored)
+        prompt_logprobs = tuple(
+            logprobs_of(self._read(sequence, plan.kv_len + row + 1), token, sampling.prompt_logprobs)
+            for row, token in enumerate(plan.scored_tokens)
+        )
+        if not plan.verified_rows:
             assert k == 0
+            assert plan.logits_rows == tuple(range(num_text_rows if scored else 0))
             sequence.kv_len = end
-            return SequenceResult(plan.seq_id, plan.generation)
-        assert plan.logits_rows == tuple(range(num_text_rows - 1, len(plan.tokens)))
+            return SequenceResult(plan.seq_id, plan.generation, prompt_logprobs=prompt_logprobs)
+        assert scored in (0, num_text_rows - 1)
+        assert plan.logits_rows == tuple(range(0 if scored else num_text_rows - 1, len(plan.tokens)))
         accepted = 0
         committed = []
-        for row in plan.logits_rows:
-            committed.append(next_token(self._read(sequence, plan.kv_len + row + 1)))
+        for row in plan.verified_rows:
+            committed.append(next_token(self._read(sequence, plan.kv_len + row + 1), sampling.choice))
             if row + 1 == len(plan.tokens) or plan.tokens[row + 1] != committed[-1]:
                 break
             accepted += 1
         sequence.kv_len = plan.kv_len + num_text_rows + accepted
-        return SequenceResult(plan.seq_id, plan.generation, accepted, tuple(committed))
+        text = [*self._read(sequence, sequence.kv_len), committed[-1]]
+        logprobs = all_logprobs(text, len(text) - len(committed), sampling.logprobs)
+        return SequenceResult(
+            plan.seq_id,
+            plan.generation,
+            accepted,
+            tuple(committed),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _slot(self, sequence: _Sequence, position: int) -> tuple[int, int]:
         return sequence.table[position // self.info.block_size], position % self.info.block_size
@@ -163,6 +210,7 @@ class ToyDraft:
         self.facts = facts
         self.texts: dict[int, list[int]] = {}
         self.asked: dict[int, int] = {}
+        self.choices: dict[int, int] = {}
         self._proposal_ids = itertools.count(1)
 
     def receive(self, event: DraftOpen | DraftCommit | DraftClose) -> None:
@@ -171,6 +219,7 @@ class ToyDraft:
             assert event.prefix_hash == hash_tokens(event.tokens)
             self.texts[event.session_id] = list(event.tokens)
             self.asked[event.session_id] = event.num_tokens
+            self.choices[event.session_id] = event.sampling.choice
         elif isinstance(event, DraftCommit):
             text = self.texts[event.session_id]
             assert event.base_len <= len(text)
@@ -184,11 +233,18 @@ class ToyDraft:
         assert len(self.texts[event.session_id]) <= self.facts.max_model_len
         assert 0 <= event.num_tokens <= self.facts.max_num_tokens
 
-    def propose(self, prefix: Sequence[int], count: int, wrong_from: int | None = None, rows: bool = False) -> Proposal:
+    def propose(
+        self,
+        prefix: Sequence[int],
+        count: int,
+        wrong_from: int | None = None,
+        rows: bool = False,
+        choice: int = 0,
+    ) -> Proposal:
         """The toy's own continuation of ``prefix``, wrong from index ``wrong_from`` on."""
         text = list(prefix)
         for index in range(count):
-            right = next_token(text)
+            right = next_token(text, choice)
             text.append(right if wrong_from is None or index < wrong_from else (right + 1) % VOCAB_SIZE)
         tokens = tuple(text[len(prefix) :])
         row = [SparseRow(np.array([token]), np.array([1.0], np.float32)) for token in tokens]
@@ -201,8 +257,15 @@ class ToyDraft:
         )
 
 
+def choice_name(request_id: str, choice: int) -> str:
+    return f"{request_id}/{choice}" if choice else request_id
+
+
 class World:
-    """A scheduler, its group and its drafts; keeps each request's text and checks it as it grows."""
+    """A scheduler, its group and its drafts; keeps each request's text and checks it as it grows.
+
+    Choice 0 of a request goes by the request's id, choice ``c`` by ``ID/c``.
+    """
 
     def __init__(self, info: GroupInfo | None = None, settings: SchedulerSettings | None = None) -> None:
         self.info = info or group_info()
@@ -220,9 +283,13 @@ class World:
         sampling = changes.pop("sampling", Sampling(temperature=0.0, verifier=Verifier.GREEDY))
         request = NewRequest(request_id, generation, tuple(prompt), sampling, **changes)  # type: ignore[arg-type]
         self.scheduler.add(request, self.now)
-        self.requests[request_id] = request
-        self.texts[request_id] = []
-        self.ends.pop(request_id, None)
+        for choice in range(request.num_choices):
+            name = choice_name(request_id, choice)
+            own = replace(request.sampling, choice=choice)
+            own = own if choice == 0 else replace(own, prompt_logprobs=None)
+            self.requests[name] = replace(request, sampling=own)
+            self.texts[name] = []
+            self.ends.pop(name, None)
         self.deliver()
         return request
 
@@ -257,16 +324,23 @@ class World:
     def take(self, committed: Iterable[Committed]) -> list[Committed]:
         committed = list(committed)
         for commit in committed:
-            request = self.requests[commit.request_id]
-            text = self.texts[commit.request_id]
+            name = choice_name(commit.request_id, commit.choice)
+            request = self.requests[name]
+            text, sampling = self.texts[name], request.sampling
             assert commit.generation == request.generation
             assert commit.position == commit.base_len == len(request.prompt_tokens) + len(text)
+            if commit.tokens and not text:
+                assert commit.prompt_logprobs == all_logprobs(request.prompt_tokens, 1, sampling.prompt_logprobs)
+            else:
+                assert commit.prompt_logprobs == ()
             text.extend(commit.tokens)
-            assert text == continuation(request.prompt_tokens, len(text))
+            assert text == continuation(request.prompt_tokens, len(text), sampling.choice)
+            whole = [*request.prompt_tokens, *text]
+            assert commit.logprobs == all_logprobs(whole, commit.position, sampling.logprobs)
             if commit.finish is not None:
-                assert commit.request_id not in self.ends
+                assert name not in self.ends
                 assert commit.finish.completion_tokens == len(text)
-                self.ends[commit.request_id] = commit
+                self.ends[name] = commit
         self.deliver()
         return committed
 

@@ -18,7 +18,8 @@ def test_v1_a_cancelled_rounds_result_does_not_land_in_the_request_that_took_its
     world.step()
     world.start()
     old = world.pending
-    assert world.scheduler.abort("r", "client went away", world.now).finish.reason is FinishReason.ABORT
+    (end,) = world.scheduler.abort("r", "client went away", world.now)
+    assert end.finish.reason is FinishReason.ABORT
     world.add("r", [9, 8], generation=2, max_tokens=4)
     assert world.finish() == []
     assert world.scheduler.complete(old, world.now) == []

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from outrider.core.plan import SequenceResult
 from outrider.core.prefix import HashedTokens
 from outrider.core.sampling import Sampling, Verifier
 from outrider.router.requests import SpeculationStats
@@ -143,12 +144,19 @@ def test_a_budget_is_shared_evenly_among_proposals(toy) -> None:
 def test_nothing_behind_the_end_is_counted(toy) -> None:
     proposal = toy.World().join("d").propose([1], 4)
     stats = SpeculationStats(Verifier.GREEDY, acceptance_histogram=(0,) * 5)
-    whole = counted(stats, proposal, num_accepted=2, num_committed=3, num_kept=3)
+
+    def count(proposal, num_accepted, num_kept, **forced):
+        result = SequenceResult(1, 1, num_accepted, (0,) * (num_accepted + 1), grammar_us=1500, **forced)
+        return counted(stats, proposal, result, num_kept)
+
+    whole = count(proposal, 2, 3, num_forced_tokens=2, num_forced_accepted=1)
     assert (whole.num_draft_tokens, whole.num_accepted_tokens, whole.acceptance_histogram) == (4, 2, (0, 0, 1, 0, 0))
-    short = counted(stats, proposal, num_accepted=4, num_committed=5, num_kept=1)
+    assert (whole.num_forced_tokens, whole.num_forced_accepted, whole.grammar_ms) == (2, 1, 1.5)
+    short = count(proposal, 4, 1, num_forced_tokens=4, num_forced_accepted=4)
     assert (short.num_draft_tokens, short.num_accepted_tokens, short.acceptance_histogram) == (1, 1, (0, 1, 0, 0, 0))
-    plain = counted(stats, None, num_accepted=0, num_committed=1, num_kept=1)
-    assert (plain.target_calls, plain.num_spec_steps) == (1, 0)
+    assert (short.num_forced_tokens, short.num_forced_accepted) == (1, 1)
+    plain = count(None, 0, 1)
+    assert (plain.target_calls, plain.num_spec_steps, plain.grammar_ms) == (1, 0, 1.5)
 
 
 def test_hopeless_speculation_stops_and_is_tried_again(toy) -> None:

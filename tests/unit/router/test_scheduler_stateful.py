@@ -20,12 +20,14 @@ from hypothesis.stateful import (
 )
 
 from outrider.core.errors import Conflict, InvalidRequest, Overloaded
+from outrider.core.grammar import Grammar, GrammarKind
 from outrider.core.plan import StepResult
 from outrider.core.sampling import Sampling, Verifier
 from outrider.router.drafts import EvictionReason
 from outrider.router.requests import FinishReason
 from outrider.router.scheduler import SchedulerSettings
 
+GRAMMAR = Grammar(GrammarKind.REGEX, "x*")  # the toy knows none, but the text must travel with it
 SAMPLINGS = {
     Verifier.GREEDY: Sampling(temperature=0.0, verifier=Verifier.GREEDY),
     Verifier.COUPLED: Sampling(verifier=Verifier.COUPLED),
@@ -61,11 +63,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.frozensets(st.integers(0, 22), max_size=1),
         verifier=st.sampled_from(sorted(SAMPLINGS)),
         timeout=st.none() | st.integers(1, 60),
+        num_choices=st.sampled_from([1, 1, 2, 3, 4]),
+        logprobs=st.sampled_from([None, None, 2]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        grammar=st.sampled_from([None, GRAMMAR]),
     )
-    def add(self, request_id, prompt, max_tokens, k, eos, stops, verifier, timeout) -> None:
+    def add(
+        self,
+        request_id,
+        prompt,
+        max_tokens,
+        k,
+        eos,
+        stops,
+        verifier,
+        timeout,
+        num_choices,
+        logprobs,
+        prompt_logprobs,
+        grammar,
+    ) -> None:
         world = self.world
         self.generation += 1
-        before = (request_id in world.requests) and request_id not in world.ends
+        before = bool(self.running(request_id))
         try:
             world.add(
                 request_id,
@@ -75,27 +95,40 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_speculative_tokens=k,
                 eos_token_ids=eos,
                 stop_token_ids=stops,
-                sampling=SAMPLINGS[verifier],
+                sampling=dataclasses.replace(
+                    SAMPLINGS[verifier], logprobs=logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
+                ),
+                num_choices=num_choices,
                 deadline=None if timeout is None else world.now + timeout,
             )
         except Conflict:
             assert before
         except Overloaded:
             snapshot = world.scheduler.snapshot()
-            assert snapshot.num_waiting + snapshot.num_running >= 9
+            assert snapshot.num_waiting + snapshot.num_running + num_choices > 9
         except InvalidRequest:
             raise AssertionError("every one of these requests fits") from None
         else:
             assert not before
 
+    def running(self, request_id) -> list[str]:
+        """The choices of a request that have not ended."""
+        world = self.world
+        return [name for name in world.requests if name.split("/")[0] == request_id and name not in world.ends]
+
     @rule(request_id=st.sampled_from("abcdefg"))
     def abort(self, request_id) -> None:
-        commit = self.world.scheduler.abort(request_id, "no longer wanted", self.world.now)
-        running = request_id in self.world.requests and request_id not in self.world.ends
-        assert (commit is not None) == running
-        if commit is not None:
-            assert commit.finish.reason is FinishReason.ABORT
-            self.world.take([commit])
+        commits = self.world.scheduler.abort(request_id, "no longer wanted", self.world.now)
+        assert [c.request_id for c in commits] == [request_id] * len(self.running(request_id))
+        assert all(commit.finish.reason is FinishReason.ABORT for commit in commits)
+        self.world.take(commits)
+
+    @rule(request_id=st.sampled_from("abcdefg"), choice=st.integers(0, 3))
+    def abort_choice(self, request_id, choice) -> None:
+        name = f"{request_id}/{choice}" if choice else request_id
+        commits = self.world.scheduler.abort(request_id, "one of them", self.world.now, choice)
+        assert len(commits) == (name in self.running(request_id))
+        self.world.take(commits)
 
     @precondition(lambda self: self.world.pending is None)
     @rule()
@@ -141,7 +174,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for draft_id, draft in world.drafts.items():
             for session_id, count in draft.asked.items():
                 if count:
-                    proposal = draft.propose(draft.texts[session_id], count, wrong_from, rows=True)
+                    choice = draft.choices[session_id]
+                    proposal = draft.propose(draft.texts[session_id], count, wrong_from, True, choice)
                     world.scheduler.draft_proposed(draft_id, session_id, proposal, world.now)
         if world.pending is not None:
             self.finish(seconds)
@@ -156,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         draft = self.world.drafts[draft_id]
         text = draft.texts[session_id]
         late = data.draw(st.integers(0, min(4, len(text))))
-        proposal = draft.propose(text[: len(text) - late], count, wrong_from, rows)
+        proposal = draft.propose(text[: len(text) - late], count, wrong_from, rows, draft.choices[session_id])
         fault = data.draw(st.sampled_from([None, None, None, None, "hash", "token", "length", "tree"]))
         if fault == "hash":
             proposal = dataclasses.replace(proposal, base_hash=proposal.base_hash ^ 1)
