@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 
 from outrider.cluster.registry import Registry
-from outrider.core.errors import ConfigError, Conflict, GroupError, NotFound, OutriderError, Unavailable
+from outrider.core.errors import ConfigError, GroupError, NotFound, OutriderError, Unavailable
 from outrider.core.plan import GroupInfo, RankReport, StepResult
 from outrider.core.proposal import Proposal
+from outrider.router.archive import Archive
 from outrider.router.attachment import AttachmentSettings, TargetAttachment
 from outrider.router.draft_pool import DraftPool
 from outrider.router.drafts import DraftFacts, EvictionReason
@@ -26,7 +27,7 @@ from outrider.router.scheduler import Scheduler, SchedulerSettings
 from outrider.router.target_stream import TargetStream
 from outrider.router.text import StopCutter, StopMatcher
 from outrider.router.tokenizer import TextTokenizer
-from outrider.router.transcript import Transcript, Update, finish_to_wire
+from outrider.router.transcript import Update
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Group:
         self._scheduler: Scheduler | None = None
         self._drafts: DraftPool | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._transcripts: dict[str, Transcript] = {}
+        self._archive = Archive(lambda token: tokenizer.decode([token]))
         self._generations = itertools.count(1)
         self._wake = asyncio.Event()
 
@@ -96,44 +97,42 @@ class Group:
 
     @property
     def num_unfinished(self) -> int:
-        return sum(transcript.finished_at is None for transcript in self._transcripts.values())
+        return self._archive.num_unfinished
 
     # What frontends call.
 
     async def submit(self, request: NewRequest) -> Update:
-        """Queue a request. Returns where it stands: the group's epoch, the request's generation, its first position.
+        """Queue a request, every choice of it. Returns where it stands: epoch, generation, position of its output.
 
         Raises ``InvalidRequest``, ``Overloaded``, ``Conflict`` or ``Unavailable``, and then changes nothing.
         """
         scheduler = self._scheduler
         if scheduler is None or self.target.is_given_up:
             raise Unavailable(self._why_unavailable())
-        known = self._transcripts.get(request.request_id)
-        if known is not None and known.finished_at is None:
-            raise Conflict(f"request {request.request_id} runs already; choose another request_id or abort it first")
+        self._archive.check_free(request.request_id)
         request = replace(request, generation=next(self._generations))
         scheduler.add(request, time.monotonic())
-        self._transcripts[request.request_id] = Transcript(request)
+        self._archive.open(request)
         self._wake.set()
         return Update(scheduler.epoch, request.generation, len(request.prompt_tokens), ())
 
-    def watch(self, request_id: str, from_position: int, generation: int = 0) -> AsyncIterator[Update]:
-        """What a request commits from a position on (``Transcript.follow``). Generation 0 stands for the newest.
+    def watch(self, request_id: str, from_position: int, generation: int = 0, choice: int = 0) -> AsyncIterator[Update]:
+        """What a choice commits from a position on (``Transcript.follow``). Generation 0 stands for the newest.
 
         Raises ``NotFound`` for a request that never was or ended more than ``keep_s`` ago.
         """
-        return self._find(request_id, generation).follow(from_position)
+        return self._archive.find(request_id, generation, choice).follow(from_position)
 
     async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool:
-        """End a request. False if it has ended already or never was."""
+        """End a request, every choice of it. False if it has ended already or never was."""
         with contextlib.suppress(NotFound):
-            transcript = self._find(request_id, generation)
-            if transcript.finished_at is None and self._scheduler is not None:
+            self._archive.find(request_id, generation)
+            if not self._archive.is_finished(request_id) and self._scheduler is not None:
                 committed = self._scheduler.abort(request_id, reason, time.monotonic())
-                self._deliver([committed] if committed is not None else [])
+                self._deliver(committed)
                 self._send_to_drafts()
                 self._wake.set()
-                return committed is not None
+                return bool(committed)
         return False
 
     def update_settings(self, settings: SchedulerSettings) -> None:
@@ -145,10 +144,10 @@ class Group:
     def fail_all(self, error: OutriderError) -> None:
         """End every request with an error."""
         now = time.monotonic()
-        for request_id, transcript in self._transcripts.items():
-            if transcript.finished_at is None and self._scheduler is not None:
+        for request_id in self._archive.unfinished():
+            if self._scheduler is not None:
                 self._scheduler.abort(request_id, str(error), now)
-                transcript.fail(error, now)
+                self._archive.fail(request_id, error, now)
         self._send_to_drafts()
         self._wake.set()
 
@@ -198,9 +197,7 @@ class Group:
                 self._send_to_drafts()
             if self.target.is_given_up and self.num_unfinished:
                 self.fail_all(Unavailable(self._why_unavailable()))
-            for request_id, transcript in list(self._transcripts.items()):
-                if transcript.finished_at is not None and now - transcript.finished_at > self._settings.keep_s:
-                    del self._transcripts[request_id]
+            self._archive.forget(now - self._settings.keep_s)
 
     async def _serve(self, stream: TargetStream, info: GroupInfo) -> None:
         """Run steps on an attached target until its stream breaks."""
@@ -268,17 +265,9 @@ class Group:
         return self._scheduler
 
     def _deliver(self, committed: Iterable[Committed]) -> None:
+        now = time.monotonic()
         for item in committed:
-            transcript = self._transcripts.get(item.request_id)
-            if transcript is None or transcript.generation != item.generation:
-                continue
-            if item.tokens:
-                transcript.extend(self._scheduling.epoch, item.tokens)
-            if item.finish is not None:
-                stop_token = item.finish.stop_token
-                explicit = stop_token is not None and stop_token in transcript.request.stop_token_ids
-                text = self._tokenizer.decode([stop_token]) if explicit and stop_token is not None else ""
-                transcript.finish(finish_to_wire(item.finish, text), time.monotonic())
+            self._archive.deliver(self._scheduling.epoch, item, now)
 
     def _after_draft(self) -> None:
         self._send_to_drafts()
@@ -293,13 +282,8 @@ class Group:
     def _make_cutter(self, request: NewRequest) -> Cutter:
         if not request.stop:
             return NoStops()
-        return StopCutter(self._tokenizer.detokenizer(request.prompt_tokens), StopMatcher(request.stop))
-
-    def _find(self, request_id: str, generation: int) -> Transcript:
-        transcript = self._transcripts.get(request_id)
-        if transcript is None or generation not in (0, transcript.generation):
-            raise NotFound(f"no request {request_id} is known here")
-        return transcript
+        detokenizer = self._tokenizer.detokenizer(request.prompt_tokens)
+        return StopCutter(detokenizer, StopMatcher(request.stop), min_tokens=request.min_tokens)
 
     def _why_unavailable(self) -> str:
         return f"no target group serves this cluster ({self.target.state}); see `outrider status`, and try again later"

@@ -13,17 +13,11 @@ import grpc
 from outrider.core.errors import InvalidRequest
 from outrider.core.errors_wire import error_from_rpc, errors_as_status
 from outrider.core.plan import GroupInfo
-from outrider.core.wire import sampling_from_wire, sampling_to_wire
-from outrider.router.admission import (
-    check_request_id,
-    check_sampling,
-    checked_num_speculative_tokens,
-    checked_stop,
-    checked_stop_token_ids,
-    checked_verifier,
-)
+from outrider.core.wire import logprobs_from_wire, logprobs_to_wire
+from outrider.router.grammar_door import GrammarDoor
 from outrider.router.requests import NewRequest
 from outrider.router.streams import CHANNEL_OPTIONS
+from outrider.router.submission import submit_from_wire, submit_to_wire
 from outrider.router.tokenizer import TextTokenizer
 from outrider.router.transcript import Update
 from outrider.v1 import common_pb2, group_pb2, group_pb2_grpc
@@ -39,7 +33,9 @@ class GroupOwner(Protocol):
 
     async def submit(self, request: NewRequest) -> Update: ...
 
-    def watch(self, request_id: str, from_position: int, generation: int = 0) -> AsyncIterator[Update]: ...
+    def watch(
+        self, request_id: str, from_position: int, generation: int = 0, choice: int = 0
+    ) -> AsyncIterator[Update]: ...
 
     async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool: ...
 
@@ -47,9 +43,10 @@ class GroupOwner(Protocol):
 class GroupServicer(group_pb2_grpc.GroupServiceServicer):
     """Offers a group to frontends in other processes."""
 
-    def __init__(self, owner: GroupOwner, tokenizer: TextTokenizer) -> None:
+    def __init__(self, owner: GroupOwner, tokenizer: TextTokenizer, grammars: GrammarDoor) -> None:
         self._owner = owner
         self._tokenizer = tokenizer
+        self._grammars = grammars
 
     async def Submit(  # noqa: N802
         self, request: group_pb2.SubmitRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -57,7 +54,11 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
         async with errors_as_status(context, log, f"submit {request.request_id}"):
             if not request.HasField("sampling"):
                 raise InvalidRequest("sampling", None, "set")
-            start = await self._owner.submit(submit_from_wire(request, self._tokenizer, time.monotonic()))
+            submitted = submit_from_wire(request, self._tokenizer, time.monotonic())
+            grammar = submitted.sampling.grammar
+            if grammar is not None:
+                await self._grammars.run(lambda: self._grammars.check(grammar))
+            start = await self._owner.submit(submitted)
             return group_pb2.SubmitResponse(
                 header=common_pb2.Header(epoch=start.epoch, generation=start.generation),
                 group_id=self._owner.info.group_id if self._owner.info is not None else "",
@@ -67,13 +68,17 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
         self, request: group_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[group_pb2.WatchResponse]:
         async with errors_as_status(context, log, f"watch {request.request_id}"):
-            updates = self._owner.watch(request.request_id, request.from_position, request.header.generation)
+            updates = self._owner.watch(
+                request.request_id, request.from_position, request.header.generation, request.choice
+            )
             async for update in updates:
                 yield group_pb2.WatchResponse(
                     header=common_pb2.Header(epoch=update.epoch, generation=update.generation),
                     position=update.position,
                     tokens=update.tokens,
                     finish=update.finish,
+                    logprobs=[logprobs_to_wire(entry) for entry in update.logprobs],
+                    prompt_logprobs=[logprobs_to_wire(entry) for entry in update.prompt_logprobs],
                 )
 
     async def Abort(  # noqa: N802
@@ -108,11 +113,16 @@ class RemoteGroup:
             raise error_from_rpc(error, address=self.address) from error
         return Update(response.header.epoch, response.header.generation, len(request.prompt_tokens), ())
 
-    async def watch(self, request_id: str, from_position: int, generation: int = 0) -> AsyncIterator[Update]:
+    async def watch(
+        self, request_id: str, from_position: int, generation: int = 0, choice: int = 0
+    ) -> AsyncIterator[Update]:
         """As ``Group.watch``; a broken stream raises ``Unavailable``: watch again from the position reached."""
         call = self._stub.Watch(
             group_pb2.WatchRequest(
-                header=common_pb2.Header(generation=generation), request_id=request_id, from_position=from_position
+                header=common_pb2.Header(generation=generation),
+                request_id=request_id,
+                from_position=from_position,
+                choice=choice,
             )
         )
         try:
@@ -123,6 +133,8 @@ class RemoteGroup:
                     position=response.position,
                     tokens=tuple(response.tokens),
                     finish=response.finish if response.HasField("finish") else None,
+                    logprobs=tuple(logprobs_from_wire(entry) for entry in response.logprobs),
+                    prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in response.prompt_logprobs),
                 )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, address=self.address) from error
@@ -143,42 +155,3 @@ class RemoteGroup:
     async def aclose(self) -> None:
         with contextlib.suppress(grpc.RpcError):
             await self._channel.close(None)
-
-
-def submit_to_wire(request: NewRequest, now: float) -> group_pb2.SubmitRequest:
-    """EOS tokens do not travel: the owner reads them from the same model folder."""
-    message = group_pb2.SubmitRequest(
-        request_id=request.request_id,
-        prompt_tokens=request.prompt_tokens,
-        sampling=sampling_to_wire(request.sampling),
-        max_tokens=request.max_tokens or 0,
-        stop_token_ids=sorted(request.stop_token_ids),
-        stop=request.stop,
-        num_speculative_tokens=request.num_speculative_tokens,
-    )
-    if request.deadline is not None:
-        message.timeout_ms = max(1, round(1000 * (request.deadline - now)))
-    return message
-
-
-def submit_from_wire(message: group_pb2.SubmitRequest, tokenizer: TextTokenizer, now: float) -> NewRequest:
-    """The inverse of ``submit_to_wire``; ``now`` is the time that the deadline counts from.
-
-    Raises ``InvalidRequest`` for what would break a step or the router; the scheduler checks prompt and length.
-    """
-    check_request_id(message.request_id)
-    checked_verifier(message.sampling.verifier)
-    sampling = sampling_from_wire(message.sampling)
-    check_sampling(sampling)
-    return NewRequest(
-        request_id=message.request_id,
-        generation=0,
-        prompt_tokens=tuple(message.prompt_tokens),
-        sampling=sampling,
-        max_tokens=message.max_tokens or None,
-        eos_token_ids=tokenizer.eos_token_ids,
-        stop_token_ids=checked_stop_token_ids(message, tokenizer.vocab_size),
-        stop=checked_stop(message),
-        num_speculative_tokens=checked_num_speculative_tokens(message),
-        deadline=now + message.timeout_ms / 1000 if message.timeout_ms else None,
-    )

@@ -11,7 +11,7 @@ from typing import Any
 from outrider.cluster.registry import Registry
 from outrider.core.errors import InvalidRequest, Unavailable
 from outrider.core.sampling import Verifier
-from outrider.router.admission import MAX_SPECULATIVE_TOKENS
+from outrider.router.limits import MAX_SPECULATIVE_TOKENS
 from outrider.v1 import admin_pb2
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,12 @@ from outrider.cluster.registry import Registry
 from outrider.core.errors import ConfigError, Unavailable
 from outrider.core.sampling import Verifier
 from outrider.router.admin import AdminServicer
-from outrider.router.admission import Defaults
 from outrider.router.frontend import Frontend
+from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group import Group, GroupSettings
 from outrider.router.group_service import GroupServicer
 from outrider.router.live_settings import LiveSettings, SettingsFollower
+from outrider.router.sampling_params import Defaults
 from outrider.router.scheduler import SchedulerSettings
 from outrider.router.streams import CHANNEL_OPTIONS
 from outrider.router.tokenizer import TextTokenizer
@@ -65,6 +66,7 @@ class RouterServer:
         self._config = config
         self._router_id = router_id
         self._tokenizer = TextTokenizer(config.target.model)
+        self._grammars = GrammarDoor(config.target.model, self._tokenizer)
         self._registry = Registry(redis_url, config.cluster)
         self._settings = settings or GroupSettings(step_timeout_s=config.target.step_timeout_s + 10)
         initial = LiveSettings(config.speculation.num_speculative_tokens, Verifier[config.speculation.verifier.upper()])
@@ -78,6 +80,7 @@ class RouterServer:
         self._frontend = Frontend(
             self.group,
             self._tokenizer,
+            self._grammars,
             Defaults(initial.verifier),
             default_timeout_s=config.router.default_timeout_s,
         )
@@ -100,7 +103,8 @@ class RouterServer:
         await self._registry.check()
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._frontend, self._server)
-        group_pb2_grpc.add_GroupServiceServicer_to_server(GroupServicer(self.group, self._tokenizer), self._server)
+        group = GroupServicer(self.group, self._tokenizer, self._grammars)
+        group_pb2_grpc.add_GroupServiceServicer_to_server(group, self._server)
         admin = AdminServicer(self.group, self._live, cluster=self._config.cluster, router_id=self._router_id)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -145,6 +149,7 @@ class RouterServer:
         with contextlib.suppress(Unavailable):
             await self._registry.withdraw("router", self._router_id)
         await self._registry.aclose()
+        self._grammars.close()
 
     def _apply(self, live: LiveSettings) -> None:
         self._frontend.defaults = Defaults(live.verifier)

@@ -112,15 +112,21 @@ class StopMatcher:
         self._matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Text that is final, and the stop string that ended it, if one did. After that nothing more may be fed."""
+    def feed(self, text: str, *, counts: bool = True) -> tuple[str, str | None]:
+        """Text that is final, and the stop string that ended it, if one did. After that nothing more may be fed.
+
+        Where it does not count, a stop string that is complete within ``text`` is text like any other; one that begins
+        there and is complete later counts.
+        """
         buffer = self._held + text
         for index in range(len(self._held), len(buffer)):
             for number, stop in enumerate(self._stops):
                 length = self._advance(number, stop, buffer[index])
-                if length == len(stop):
+                if length == len(stop) and counts:
                     self._held = ""
                     return buffer[: index + 1 - length], stop
+                if length == len(stop):
+                    self._matched[number] = self._borders[number][-1]
         keep = max(self._matched, default=0)
         end = len(buffer) - keep
         self._held = buffer[end:]
@@ -144,25 +150,38 @@ class StopMatcher:
 class StopCutter:
     """Says at which token the output ends because of a stop string (``Cutter`` of the scheduler)."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, matcher: StopMatcher) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, matcher: StopMatcher, *, min_tokens: int = 0) -> None:
+        """What is complete with one of the first ``min_tokens`` tokens does not count."""
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._uncounted = min_tokens
 
     def feed(self, tokens: Sequence[int]) -> tuple[int, str | None]:
         """How many of the tokens are kept, and the stop string that the last of them completed."""
         for index, token in enumerate(tokens):
-            _, matched = self._matcher.feed(self._detokenizer.push(token))
+            _, matched = self._matcher.feed(self._detokenizer.push(token), counts=self._uncounted <= 0)
+            self._uncounted -= 1
             if matched is not None:
                 return index + 1, matched
         return len(tokens), None
 
 
 class TextStream:
-    """What a client sees of a stream of tokens: final text, cut before a stop string."""
+    """What a client sees of a stream of tokens: final text, cut before a stop string or, if it likes, behind it."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stops: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
+        """``min_tokens`` as for ``StopCutter``."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
+        self._uncounted = min_tokens
+        self._include_stop = include_stop
         self._ended = False
 
     def feed(self, tokens: Sequence[int]) -> str:
@@ -171,18 +190,22 @@ class TextStream:
         for token in tokens:
             if self._ended:
                 break
-            text, matched = self._matcher.feed(self._detokenizer.push(token))
+            text, matched = self._matcher.feed(self._detokenizer.push(token), counts=self._uncounted <= 0)
+            self._uncounted -= 1
             pieces.append(text)
-            self._ended = matched is not None
+            if matched is not None:
+                self._ended = True
+                pieces.append(matched if self._include_stop else "")
         return "".join(pieces)
 
-    def finish(self) -> str:
-        """The rest of the text, when no token follows."""
+    def finish(self, last: Sequence[int] = ()) -> str:
+        """The rest of the text, when no token follows; ``last`` is spelt too, without a look for stop strings."""
         if self._ended:
             return ""
         self._ended = True
         # What only an incomplete character's replacement would complete does not count: the scheduler did not see it.
-        return self._matcher.flush() + self._detokenizer.flush()
+        rest = [self._matcher.flush(), *(self._detokenizer.push(token) for token in last), self._detokenizer.flush()]
+        return "".join(rest)
 
 
 def _borders(pattern: str) -> list[int]:

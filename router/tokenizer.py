@@ -51,6 +51,7 @@ class TextTokenizer:
         self._special_tokens = _special_tokens(settings)
         self.eos_token_ids = _eos_token_ids(folder, vocab, self._special_tokens)
         self._template = _read_template(folder, settings)
+        self._texts: dict[int, str] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; ``add_special_tokens`` adds what the model expects around a plain text, such as BOS."""
@@ -86,9 +87,18 @@ class TextTokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
+    def token_text(self, token: int) -> str:
+        """How one token is spelt within a text; special ones too. What is no character of its own is U+FFFD."""
+        text = self._texts.get(token)
+        if text is None:
+            # Some decoders drop the blank that a text's first token begins with, so it comes second here.
+            first = self._tokenizer.encode("a", add_special_tokens=False).ids
+            text = self._texts[token] = self.decode([*first, token])[len(self.decode(first)) :]
+        return text
+
     def detokenizer(self, prompt: Sequence[int] = ()) -> IncrementalDetokenizer:
-        """Spells what follows ``prompt``; special tokens have no text."""
-        return IncrementalDetokenizer(self.decode, skip=self.special_ids, prompt=prompt)
+        """Spells what follows ``prompt``; special tokens and those that end a text have no text."""
+        return IncrementalDetokenizer(self.decode, skip=self.special_ids | self.eos_token_ids, prompt=prompt)
 
 
 def compile_chat_template(source: str) -> jinja2.Template:

@@ -1,13 +1,14 @@
-"""What a request has produced so far, for anyone who watches it, from any position."""
+"""What a choice of a request has produced so far, for anyone who watches it, from any position."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from outrider.core.errors import InvalidRequest, OutriderError
-from outrider.router.requests import Finished, NewRequest
+from outrider.core.logprobs import TokenLogprobs
+from outrider.router.requests import Committed, Finished, NewRequest
 from outrider.v1 import group_pb2
 
 
@@ -17,6 +18,9 @@ class Update:
 
     Attributes:
         position: position of ``tokens[0]`` in prompt + output; the length of the text where ``tokens`` is empty.
+        logprobs: one for each of ``tokens``, where they are asked for.
+        prompt_logprobs: with the first tokens of choice 0, where they are asked for: one for each token of the prompt
+            but the first.
     """
 
     epoch: int
@@ -24,16 +28,20 @@ class Update:
     position: int
     tokens: tuple[int, ...]
     finish: group_pb2.Finish | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Transcript:
-    """The output of one request. Watchers that are slow get more at once; nothing is kept for each of them."""
+    """The output of one choice. Watchers that are slow get more at once; nothing is kept for each of them."""
 
     def __init__(self, request: NewRequest) -> None:
         self.request = request
         self.finished_at: float | None = None
         self._epoch = 0
         self._output: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._finish: group_pb2.Finish | None = None
         self._error: OutriderError | None = None
         self._changed = asyncio.Event()
@@ -42,19 +50,21 @@ class Transcript:
     def generation(self) -> int:
         return self.request.generation
 
-    def extend(self, epoch: int, tokens: Sequence[int]) -> None:
+    def extend(self, epoch: int, committed: Committed) -> None:
         """Append committed tokens."""
         self._epoch = epoch
-        self._output.extend(tokens)
+        self._output.extend(committed.tokens)
+        self._logprobs.extend(committed.logprobs)
+        self._prompt_logprobs = self._prompt_logprobs or committed.prompt_logprobs
         self._notify()
 
     def finish(self, finish: group_pb2.Finish, now: float) -> None:
-        """The request ended."""
+        """The choice ended."""
         self._finish, self.finished_at = finish, now
         self._notify()
 
     def fail(self, error: OutriderError, now: float) -> None:
-        """The request cannot go on; watchers get ``error`` after the tokens."""
+        """The choice cannot go on; watchers get ``error`` after the tokens."""
         self._error, self.finished_at = error, now
         self._notify()
 
@@ -71,16 +81,29 @@ class Transcript:
         sent = from_position - start
         while True:
             changed = self._changed
-            tokens, finish = tuple(self._output[sent:]), self._finish
-            if tokens or finish is not None:
-                yield Update(self._epoch, self.generation, start + sent, tokens, finish)
-                if finish is not None:
+            update = self._since(sent)
+            if update.tokens or update.finish is not None:
+                yield update
+                if update.finish is not None:
                     return
-                sent += len(tokens)
+                sent += len(update.tokens)
                 continue  # more may have come while the receiver was busy
             if self._error is not None:
                 raise self._error
             await changed.wait()
+
+    def _since(self, index: int) -> Update:
+        """All output from an index on."""
+        tokens = tuple(self._output[index:])
+        return Update(
+            epoch=self._epoch,
+            generation=self.generation,
+            position=len(self.request.prompt_tokens) + index,
+            tokens=tokens,
+            finish=self._finish,
+            logprobs=tuple(self._logprobs[index:]),
+            prompt_logprobs=self._prompt_logprobs if tokens and index == 0 else (),
+        )
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -88,7 +111,7 @@ class Transcript:
 
 
 def finish_to_wire(finished: Finished, stop_text: str = "") -> group_pb2.Finish:
-    """How a request ended, for clients; ``stop_text`` spells the stop token that ended it, if one did."""
+    """How a choice ended, for clients; ``stop_text`` spells the stop token that ended it, if one did."""
     stats = finished.speculation
     return group_pb2.Finish(
         reason=int(finished.reason),  # type: ignore[arg-type]
@@ -104,5 +127,8 @@ def finish_to_wire(finished: Finished, stop_text: str = "") -> group_pb2.Finish:
             acceptance_histogram=stats.acceptance_histogram,
             target_calls=stats.target_calls,
             probability_bytes=stats.probability_bytes,
+            num_forced_tokens=stats.num_forced_tokens,
+            num_forced_accepted=stats.num_forced_accepted,
+            grammar_ms=stats.grammar_ms,
         ),
     )

@@ -202,7 +202,8 @@ async def test_temperature_not_given_means_one(world: Any) -> None:
     client = await world.client(await world.router())
     completion = await client.generate(PROMPT, max_tokens=1, top_k=50, seed=7)
     assert completion.speculation.verifier == "coupled"
-    assert target.samplings == [Sampling(temperature=1.0, top_k=50, top_p=1.0, seed=7, verifier=Verifier.COUPLED)]
+    wanted = Sampling(temperature=1.0, top_k=50, top_p=1.0, seed=7, verifier=Verifier.COUPLED, prompt_len=len(PROMPT))
+    assert target.samplings == [wanted]
 
 
 async def test_many_streams_at_once(world: Any) -> None:

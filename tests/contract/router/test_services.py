@@ -20,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.client import AsyncClient, Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from outrider.core.errors_wire import DETAILS_KEY
 from outrider.core.sampling import Sampling, Verifier
-from outrider.router.group_service import RemoteGroup, submit_to_wire
+from outrider.router.group_service import RemoteGroup
 from outrider.router.requests import NewRequest
+from outrider.router.submission import submit_to_wire
 from outrider.testing import ToyModel
 from outrider.v1 import common_pb2, generation_pb2, group_pb2
 
@@ -34,7 +35,7 @@ def expected(count: int, prompt: str = PROMPT) -> list[int]:
 
 
 def new_request(request_id: str, **options: Any) -> NewRequest:
-    return NewRequest(request_id, 0, tuple(PROMPT.encode()), GREEDY, **options)
+    return NewRequest(request_id, 0, tuple(PROMPT.encode()), options.pop("sampling", GREEDY), **options)
 
 
 # Errors.
@@ -225,7 +226,7 @@ async def test_finished_requests_are_forgotten(world: Any) -> None:
     server = await world.router(times=replace(world.times, keep_s=0.2))
     client = await world.client(server)
     await client.generate(PROMPT, max_tokens=3, request_id="old")
-    await world.until(lambda: not server.group._transcripts, "the transcript is dropped")
+    await world.until(lambda: not server.group._archive._choices, "the transcript is dropped")
 
 
 # Administration.
