@@ -1,4 +1,8 @@
-"""What a draft proposes for many rows."""
+"""What a draft proposes for many rows, each with settings of its own.
+
+A draft applies the target's own transformations to its own logits, in the same code, so that q is as near to p as the
+models are; then ``kernels.reference.draft`` says how it draws, and which row travels.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,9 @@ from torch import Tensor
 from outrider.controls import RowText
 from outrider.core.sampling import Verifier
 from outrider.kernels.batched.data import Ask
-from outrider.kernels.reference.chain import draw_from
-from outrider.kernels.reference.distribution import distribution
-from outrider.kernels.reference.errors import InvalidLogitsError, NothingAllowedError
+from outrider.kernels.batched.rows import Row, processed, supports, take, take_support
+from outrider.kernels.reference import noise, sampling, transforms
 from outrider.kernels.reference.noise import Purpose
-from outrider.kernels.reference.transforms import truncate
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,66 @@ class Draw:
 
 
 def draw(logits: Tensor, asks: Sequence[Ask], *, top_m: int) -> list[Draw | None]:
-    """One proposal for each row of logits [n, V] float32; None where it holds no distribution."""
-    return [_draw_one(row, ask, top_m) for row, ask in zip(logits, asks, strict=True)]
+    """One proposal for each row; each depends on its own row alone.
+
+    Args:
+        logits: [n, V] float32, the draft's; not changed.
+        asks: n.
+        top_m: entries of the row that is sampled and sent; used under rejection only.
+
+    Returns:
+        None where the row holds no distribution, or the settings leave nothing of it.
+    """
+    if len(asks) != len(logits):
+        raise ValueError(f"{len(logits)} rows of logits, but {len(asks)} asks")
+    draws: list[Draw | None] = [None] * len(asks)
+    if not asks:
+        return draws
+    rows = [Row(ask.sampling, RowText(ask.text, ask.position, ask.sampling.prompt_len), ask.allowed) for ask in asks]
+    ready = processed(logits, rows, may_change=False)
+    is_usable = ready.usable.tolist()
+    usable = [i for i in range(len(rows)) if is_usable[i]]
+    greedy = [i for i in usable if rows[i].sampling.verifier is Verifier.GREEDY]
+    if greedy:
+        tokens = take(ready.logits, greedy).max(dim=-1).indices.tolist()
+        for i, token in zip(greedy, tokens, strict=True):
+            draws[i] = Draw(token)
+    sampled = [i for i in usable if rows[i].sampling.verifier is not Verifier.GREEDY]
+    for group in supports(ready.logits, rows, sampled):
+        for verifier in (Verifier.COUPLED, Verifier.REJECTION):
+            chosen = [j for j, i in enumerate(group.members) if rows[i].sampling.verifier is verifier]
+            if not chosen:
+                continue
+            support = take_support(group.support, chosen)
+            members = [group.members[j] for j in chosen]
+            if verifier is Verifier.COUPLED:
+                tokens = sampling.draw(support, row_keys([rows[i] for i in members], Purpose.COUPLED)).tolist()
+                for i, token in zip(members, tokens, strict=True):
+                    draws[i] = Draw(token)
+            else:
+                for i, drawn in zip(members, _draw_own(support, rows, asks, members, top_m), strict=True):
+                    draws[i] = drawn
+    return draws
 
 
-def _draw_one(row: Tensor, ask: Ask, top_m: int) -> Draw | None:
-    sampling = ask.sampling
-    text = RowText(ask.text, ask.position, sampling.prompt_len)
-    try:
-        log_probs = distribution(row, sampling, text, ask.allowed)
-    except (InvalidLogitsError, NothingAllowedError):
-        return None
-    if sampling.verifier is Verifier.GREEDY:
-        return Draw(int(log_probs.argmax()))
-    if sampling.verifier is Verifier.COUPLED:
-        return Draw(draw_from(log_probs, sampling, ask.position, Purpose.COUPLED))
-    token_ids, probs = truncate(log_probs, top_m)
-    truncated = torch.full_like(log_probs, -torch.inf)
-    truncated[token_ids] = probs.to(torch.float64).log()
-    token = draw_from(truncated, sampling, ask.position, Purpose.DRAFT, ask.prefix_hash)
-    return Draw(token, token_ids, probs)
+def row_keys(rows: Sequence[Row], purpose: Purpose, prefix_hashes: Sequence[int] | None = None) -> Tensor:
+    """The keys of rows' random numbers: [n, 2] int64."""
+    return noise.noise_keys(
+        [row.sampling.seed for row in rows],
+        [row.sampling.choice for row in rows],
+        [row.text.length for row in rows],
+        purpose,
+        prefix_hashes,
+    )
+
+
+def _draw_own(
+    support: transforms.Support, rows: Sequence[Row], asks: Sequence[Ask], members: Sequence[int], top_m: int
+) -> list[Draw]:
+    """Draws of the draft's own, with the rows that they come from."""
+    token_ids, probs = transforms.truncate_rows(support, top_m)
+    keys = row_keys([rows[i] for i in members], Purpose.DRAFT, [asks[i].prefix_hash for i in members])
+    tokens = sampling.gumbel_argmax(token_ids, probs.to(torch.float64).log(), keys).tolist()
+    token_ids, probs = token_ids.cpu(), probs.cpu()  # zeros pad rows and do not travel
+    rows_of_all = zip(tokens, token_ids, probs, probs > 0, strict=True)
+    return [Draw(token, ids[positive], row[positive]) for token, ids, row, positive in rows_of_all]

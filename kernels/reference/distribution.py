@@ -70,8 +70,11 @@ def processed_logits(logits_row: Tensor, sampling: Sampling, text: RowText, allo
         row = row.masked_fill(~allowed, -math.inf)
     for control, value in controls_of(sampling, Stage.LOGITS):
         row = control.reference(row, value, text)
-    if not math.isfinite(float(row.max())):
+    highest = float(row.max())
+    if highest == -math.inf:
         raise NothingAllowedError(nothing_allowed(text.length))
+    if not math.isfinite(highest):
+        raise InvalidLogitsError(invalid_logits(text.length))
     return row
 
 

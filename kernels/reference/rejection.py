@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.kernels.reference import noise, sampling
+from outrider.kernels.reference.transforms import Support
+
 # A residual lighter than this is drawn from p instead. A rejection happens with probability equal to the residual's
 # mass, so the committed token's distribution moves by less than this bound in total variation. What is lost is
 # nothing: in float64, p and q that differ by so little differ by the rounding of the softmax sums (V * 2^-53 is
@@ -40,6 +43,44 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     excess /= mass
     excess[light] = p[light]
     return excess
+
+
+def decide(
+    support: Support,
+    tokens: Tensor,
+    draft_ids: Tensor,
+    draft_probs: Tensor,
+    accept_keys: Tensor,
+    residual_keys: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Accept, residual and draw for one proposal in each of n rows. A fused kernel may take this function's place: it
+    has the whole of a row's work behind the filters, on plain arrays, and neither state nor a stream of numbers.
+
+    Args:
+        support: p, up to a constant for each row.
+        tokens: [n] int64, the proposals, inside the vocabulary.
+        draft_ids: [n, m] int64, inside the vocabulary, draft_probs: [n, m] float64, summing to 1: q. Entries of
+            probability 0 pad shorter rows, and may repeat an id.
+        accept_keys, residual_keys: [n, 2] int64, from ``noise.noise_keys``.
+
+    Returns:
+        accepted [n] bool, and own [n] int64: the target's token where it was not accepted, else -1.
+    """
+    target_probs = torch.softmax(support.scores, dim=-1)  # [n, s] float64
+    columns, found = support.columns(draft_ids)  # q outside the support of p cancels nothing
+    token_column, token_found = support.columns(tokens[:, None])
+    p_token = (target_probs.gather(1, token_column) * token_found)[:, 0]
+    q_token = (draft_probs * (draft_ids == tokens[:, None])).sum(dim=-1)
+    u = noise.uniform_rows(accept_keys, tokens[:, None])[:, 0]
+    accepted = accepts(u, p_token, q_token)
+    own = torch.full_like(tokens, -1)
+    if not bool(accepted.all()):
+        lost = ~accepted
+        p = target_probs[lost]
+        q = torch.zeros_like(p).scatter_add_(1, columns[lost], (draft_probs * found)[lost])
+        left = Support(support.rows(lost).token_ids, residual(p, q).log(), support.is_full)
+        own[lost] = sampling.draw(left, residual_keys.to(own.device)[lost])
+    return accepted, own
 
 
 def well_formed(tokens: Tensor, token_ids: Tensor, probs: Tensor, vocab_size: int) -> Tensor:

@@ -63,26 +63,32 @@ def require_valid_rows(logits: Tensor) -> None:
         raise InvalidLogitsError(f"row {row} of the logits has a NaN or +inf, or no finite entry")
 
 
-def filtered(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Support:
+def filtered(
+    logits: Tensor, *, temperature: float | Tensor = 1.0, top_k: int = 0, top_p: float | Tensor = 1.0
+) -> Support:
     """Scores after temperature, top-k and top-p, not normalised: enough to draw from by Gumbel-argmax.
 
     Args:
         logits: [n, V] float32, each row valid.
-        temperature: above 0.
+        temperature: above 0; one for all rows, or [n, 1] float64.
         top_k: keep that many tokens; 0 keeps all.
         top_p: keep the shortest beginning of the ranking whose mass, after top-k, reaches it; in (0, 1].
     """
-    if not temperature > 0.0:
+    if isinstance(temperature, float) and not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}, but sampling needs one above 0")
-    if top_k < 0 or not 0.0 < top_p <= 1.0:
+    if top_k < 0 or (isinstance(top_p, float) and not 0.0 < top_p <= 1.0):
         raise ValueError(f"top_k is {top_k} and top_p {top_p}; they must be at least 0 and in (0, 1]")
     vocab_size = logits.shape[-1]
     if 0 < top_k < vocab_size:
-        support = _keep_top_k(logits, top_k, temperature)
+        token_ids = top_columns(logits, top_k)  # [n, top_k]
+        support = Support(token_ids, logits.gather(1, token_ids).to(torch.float64) / temperature, is_full=False)
     else:
         everything = torch.arange(vocab_size, device=logits.device).expand(logits.shape)
         support = Support(everything, logits.to(torch.float64) / temperature, is_full=True)
-    return support if top_p == 1.0 else _keep_top_p(support, top_p)
+    if isinstance(top_p, float) and top_p == 1.0:
+        return support
+    kept = nucleus(support.scores, top_p)
+    return narrowed(support, kept, int(kept.sum(dim=-1).max()))
 
 
 def log_probs(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
@@ -127,7 +133,7 @@ def truncate_rows(support: Support, top_m: int) -> tuple[Tensor, Tensor]:
     """
     if top_m < 1:
         raise ValueError(f"top_m is {top_m}, but must be at least 1")
-    columns = _top_columns(support.scores, top_m)
+    columns = top_columns(support.scores, top_m)
     probs = torch.softmax(support.scores.gather(1, columns), dim=-1)
     return support.token_ids.gather(1, columns), probs.to(torch.float32)
 
@@ -152,7 +158,7 @@ def _positive(token_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     return token_ids[positive], probs[positive]
 
 
-def _top_columns(values: Tensor, count: int) -> Tensor:
+def top_columns(values: Tensor, count: int) -> Tensor:
     """Columns of the first ``count`` of each row's ranking: [n, V] → [n, min(count, V)] int64, ascending."""
     num_columns = values.shape[-1]
     if count >= num_columns:
@@ -170,22 +176,48 @@ def _top_columns(values: Tensor, count: int) -> Tensor:
     return columns
 
 
-def _keep_top_k(logits: Tensor, top_k: int, temperature: float) -> Support:
-    token_ids = _top_columns(logits, top_k)  # [n, top_k]
-    return Support(token_ids, logits.gather(1, token_ids).to(torch.float64) / temperature, is_full=False)
+def nucleus(scores: Tensor, top_p: float | Tensor) -> Tensor:
+    """Which tokens top-p keeps: [n, s] float64 → [n, s] bool. top_p: below 1; one for all rows, or [n, 1] float64.
 
-
-def _keep_top_p(support: Support, top_p: float) -> Support:
-    """Only tokens that can matter are sorted: those of probability below (1 - top_p) / s weigh, all together, less than
-    1 - top_p, so the nucleus is complete before the first of them. (Half of that, to stay clear of rounding.)"""
-    probs = torch.softmax(support.scores, dim=-1)  # [n, s]
-    # Columns that matter in some row; what a row keeps does not depend on the columns that others add.
-    candidates = (probs >= (1.0 - top_p) / (2 * probs.shape[-1])).any(dim=0).nonzero()[:, 0]
-    ranked, order = probs[:, candidates].sort(dim=-1, descending=True, stable=True)
+    Only tokens that can matter are sorted: those of probability below (1 - top_p) / s weigh, all together, less than
+    1 - top_p, so the nucleus is complete before the first of them. (Half of that, to stay clear of rounding.)
+    """
+    probs = torch.softmax(scores, dim=-1)  # [n, s]
+    candidates = probs >= (1.0 - top_p) / (2 * probs.shape[-1])
+    columns = packed_columns(candidates, int(candidates.sum(dim=-1).max()))
+    ranked, order = probs.gather(1, columns).sort(dim=-1, descending=True, stable=True)
     mass_before = torch.zeros_like(ranked)
     mass_before[:, 1:] = ranked.cumsum(dim=-1)[:, :-1]
     kept = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, order, mass_before < top_p)
-    used = kept.any(dim=0)
-    columns = candidates[used]
-    scores = support.scores[:, columns].masked_fill_(~kept[:, used], -torch.inf)
-    return Support(support.token_ids[:, columns], scores, is_full=False)
+    return torch.zeros_like(candidates).scatter_(1, columns, kept)
+
+
+def packed_columns(kept: Tensor, width: int) -> Tensor:
+    """The columns that each row keeps, and, where those are fewer than ``width``, the first of the others besides.
+
+    Args:
+        kept: [n, s] bool, at most ``width`` in each row.
+
+    Returns:
+        [n, min(width, s)] int64, ascending, distinct.
+    """
+    num_rows, num_columns = kept.shape
+    if width >= num_columns:
+        return torch.arange(num_columns, device=kept.device).expand(kept.shape)
+    head = kept[:, :width]  # holds as many others as are needed
+    room = width - kept.sum(dim=-1, keepdim=True)
+    filler = ~head & ((~head).cumsum(dim=-1) <= room)
+    chosen = kept.clone()
+    chosen[:, :width] |= filler
+    return chosen.nonzero()[:, 1].view(num_rows, width)
+
+
+def narrowed(support: Support, kept: Tensor, width: int) -> Support:
+    """The support with the tokens that each row keeps, [n, s] bool, at most ``width`` of them, and -inf for the others
+    in it."""
+    if width >= kept.shape[-1]:
+        return Support(support.token_ids, support.scores.masked_fill(~kept, -torch.inf), support.is_full)
+    columns = packed_columns(kept, width)
+    scores = support.scores.gather(1, columns).masked_fill_(~kept.gather(1, columns), -torch.inf)
+    token_ids = columns if support.is_full else support.token_ids.gather(1, columns)
+    return Support(token_ids, scores, is_full=False)

@@ -220,24 +220,16 @@ def _reject(row: _Row, tokens: Tensor, token_ids: Tensor, probs: Tensor | None) 
     accepted = torch.zeros_like(offered)
     own = torch.full_like(tokens, -1)
     if bool(offered.any()):
-        tokens, token_ids, probs = tokens[offered], token_ids[offered], probs[offered].to(torch.float64)
-        support = row.support.rows(offered)
-        target_probs = torch.softmax(support.scores, dim=-1)  # [n, s] float64
-        columns, found = support.columns(token_ids)  # q outside the support of p cancels nothing
-        draft_probs = probs / probs.sum(dim=-1, keepdim=True)  # [n, m] float64
-
-        token_column, token_found = support.columns(tokens[:, None])
-        p_token = (target_probs.gather(1, token_column) * token_found)[:, 0]
-        q_token = (draft_probs * (token_ids == tokens[:, None])).sum(dim=-1)
-        u = noise.uniform_rows(row.keys(Purpose.ACCEPT)[offered], tokens[:, None])[:, 0]
-        kept = rejection.accepts(u, p_token, q_token)
-        accepted[offered] = kept
-        if not bool(kept.all()):
-            lost = ~kept
-            p = target_probs[lost]
-            q = torch.zeros_like(p).scatter_add_(1, columns[lost], (draft_probs * found)[lost])
-            left = Support(support.rows(lost).token_ids, rejection.residual(p, q).log(), support.is_full)
-            own[offered.nonzero()[lost, 0]] = sampling.draw(left, row.keys(Purpose.RESIDUAL)[offered][lost])
+        draft_probs = probs[offered].to(torch.float64)
+        draft_probs /= draft_probs.sum(dim=-1, keepdim=True)
+        accepted[offered], own[offered] = rejection.decide(
+            row.support.rows(offered),
+            tokens[offered],
+            token_ids[offered],
+            draft_probs,
+            row.keys(Purpose.ACCEPT)[offered],
+            row.keys(Purpose.RESIDUAL)[offered],
+        )
     if not bool(offered.all()):
         own[~offered] = row.draw(Purpose.TARGET, ~offered)
     return accepted, own
