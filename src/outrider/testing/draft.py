@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 
 from outrider.core.prefix import HashedTokens
-from outrider.core.sampling import Verifier
+from outrider.core.sampling import Sampling
+from outrider.core.wire import sampling_from_wire
 from outrider.testing.server import StandInServer
 from outrider.testing.toy import VOCAB_SIZE, ToyModel
+from outrider.testing.verdicts import decide
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 
@@ -22,7 +24,7 @@ class _Session:
     text: HashedTokens
     generation: int
     num_tokens: int
-    with_rows: bool
+    sampling: Sampling
 
 
 def nan_rows(proposal: common_pb2.Proposal) -> None:
@@ -170,7 +172,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
             text=text,
             generation=request.header.generation,
             num_tokens=opened.num_tokens,
-            with_rows=opened.sampling.verifier == Verifier.REJECTION,
+            sampling=sampling_from_wire(opened.sampling),
         )
         self.num_sessions += 1
         return opened.session_id
@@ -203,7 +205,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
         proposal = common_pb2.Proposal(
             proposal_id=self.num_proposed, base_len=base, base_hash=base_hash, tokens=tokens, drafter="model"
         )
-        if session.with_rows:
+        if session.sampling.needs_draft_probs:
             for token in tokens:
                 proposal.rows.add(token_ids=[token], probs=[1.0])
         if self.corrupt is not None:
@@ -216,9 +218,14 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
         )
 
     def _tokens(self, session: _Session, count: int) -> list[int]:
+        """Those that a target commits under the session's settings; grammars are not looked at."""
+        sampling = replace(session.sampling, grammar=None, logprobs=None, prompt_logprobs=None)
         text, tokens = HashedTokens(session.text.tokens), []
         for _ in range(count):
-            token = self.model.next_token(text.hashes[-1], len(text))
+            verdict = decide(self.model, text, (), sampling)
+            if verdict.error is not None:
+                break
+            token = verdict.committed[0]
             if self.wrong_every and len(text) % self.wrong_every == 0:
                 token = (token + 1) % VOCAB_SIZE
             text.extend([token])

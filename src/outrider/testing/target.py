@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from outrider.controls import needs_text, sampling_fault
 from outrider.core.plan import (
     GroupInfo,
     RankReport,
@@ -18,12 +20,15 @@ from outrider.core.plan import (
     StepPlan,
     StepResult,
     committed_checksum,
+    rows_fault,
 )
 from outrider.core.prefix import HashedTokens
 from outrider.core.sampling import Sampling
 from outrider.core.wire import group_info_to_wire, plan_from_wire, result_to_wire
+from outrider.grammar import GrammarCompiler, Matcher
 from outrider.testing.server import StandInServer
-from outrider.testing.toy import VOCAB_SIZE, ToyModel
+from outrider.testing.toy import EOS, VOCAB_SIZE, ToyModel
+from outrider.testing.verdicts import decide, score
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 
@@ -34,6 +39,8 @@ class _Sequence:
     text: HashedTokens
     blocks: list[int]
     sampling: Sampling
+    matcher: Matcher | None = None
+    kv_len: int = 0
 
 
 @dataclass
@@ -42,11 +49,14 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
 
     Attributes:
         step_s: time that a step takes.
+        model_dir: a folder of ``write_toy_model``, for requests with grammars.
         nan_prompts: sequences whose text begins with one of these fail with INVALID_LOGITS once they sample.
         faults: what was wrong with plans; empty in a correct run.
         proposals: (proposed, accepted) of each verification that had a proposal.
         samplings: the settings of each sequence, in the order in which they came.
         sent_rows: q rows that arrived.
+        num_scored: prompt tokens that were scored.
+        num_shared: positions that sequences took over from others' blocks.
     """
 
     model: ToyModel
@@ -59,6 +69,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
     max_num_batched_tokens: int = 64
     row_invariant: bool = True
     group_id: str = "group-0"
+    model_dir: Path | None = None
     nan_prompts: tuple[tuple[int, ...], ...] = ()
     faults: list[str] = field(default_factory=list)
     proposals: list[tuple[int, int]] = field(default_factory=list)
@@ -67,8 +78,11 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
     batch_sizes: list[int] = field(default_factory=list)
     samplings: list[Sampling] = field(default_factory=list)
     sent_rows: int = 0
+    num_scored: int = 0
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
+        self._slots: dict[int, list[int]] = {}  # block -> the tokens whose keys and values it holds
         self._sequences: dict[int, _Sequence] = {}
         self._fail_with: str | None = None
         self._paused = asyncio.Event()
@@ -129,6 +143,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is epoch {self.epoch}")
             if request.WhichOneof("body") == "attach":
                 self._sequences.clear()
+                self._slots.clear()
                 self.num_attached += 1
                 yield target_pb2.StepsResponse(header=header, attached=group_info_to_wire(self.info()))
                 continue
@@ -151,57 +166,78 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
         if plan.num_rows > self.max_num_batched_tokens:
             self.faults.append(f"step {plan.step}: {plan.num_rows} rows")
         results = tuple(self._run_sequence(plan.step, sequence) for sequence in plan.sequences)
-        held = [block for sequence in self._sequences.values() for block in sequence.blocks]
-        if len(held) != len(set(held)):
-            self.faults.append(f"step {plan.step}: a block belongs to two sequences")
+        fault = self._sharing_fault()
+        if fault is not None:
+            self.faults.append(f"step {plan.step}: {fault}")
         checksum = committed_checksum((sequence.seq_id, sequence.kv_len) for sequence in plan.sequences)
         return StepResult(self.epoch, plan.step, results, (RankReport(0, len(self._sequences), checksum),))
 
     def _run_sequence(self, step: int, plan: SequencePlan) -> SequenceResult:
+        result = SequenceResult(plan.seq_id, plan.generation)
         fault = self._plan_fault(plan)
         if fault is not None:
             self.faults.append(f"step {step}, sequence {plan.seq_id}: {fault}")
-            return SequenceResult(plan.seq_id, plan.generation, error=SequenceError.INVALID_PLAN, error_message=fault)
+            return replace(result, error=SequenceError.INVALID_PLAN, error_message=fault)
         sequence = self._sequences[plan.seq_id]
-        sequence.text.truncate(plan.kv_len)
-        num_text = len(plan.tokens) - plan.num_proposal_tokens
-        sequence.text.extend(plan.tokens[:num_text])
-        if not plan.logits_rows:
-            return SequenceResult(plan.seq_id, plan.generation)
-        if any(tuple(sequence.text.tokens[: len(start)]) == start for start in self.nan_prompts):
-            return SequenceResult(
-                plan.seq_id,
-                plan.generation,
-                error=SequenceError.INVALID_LOGITS,
-                error_message="the target's logits are not finite",
-            )
-        self.sent_rows += len(plan.draft_rows)
-        committed: list[int] = []
-        for token in plan.tokens[num_text:]:
-            if self._next(sequence) != token:
-                break
-            committed.append(token)
-            sequence.text.extend([token])
-        num_accepted = len(committed)
-        if plan.num_proposal_tokens:
-            self.proposals.append((plan.num_proposal_tokens, num_accepted))
-        committed.append(self._next(sequence))
-        return SequenceResult(plan.seq_id, plan.generation, num_accepted, tuple(committed))
-
-    def _next(self, sequence: _Sequence) -> int:
+        sampling = sequence.sampling
+        sequence.kv_len = plan.kv_len
         text = sequence.text
-        return self.model.next_token(text.hashes[-1], len(text))
+        text.truncate(plan.kv_len)
+        text.extend(plan.tokens[: plan.num_text_tokens])
+        self._write(sequence)
+        if any(tuple(text.tokens[: len(start)]) == start for start in self.nan_prompts) and plan.verified_rows:
+            message = "the target's logits are not finite"
+            return replace(result, error=SequenceError.INVALID_LOGITS, error_message=message)
+        if plan.scored_tokens:
+            self.num_scored += len(plan.scored_tokens)
+            scored_text = text.tokens[: plan.kv_len + len(plan.scored_tokens)]
+            entries = score(self.model, scored_text, plan.scored_tokens, sampling.prompt_logprobs or 0, sampling.choice)
+            result = replace(result, prompt_logprobs=entries)
+        if not plan.verified_rows:
+            return result
+        self.sent_rows += len(plan.draft_rows)
+        verdict = decide(self.model, text, plan.proposal, sampling, sequence.matcher)
+        if verdict.error is not None:
+            return replace(result, error=SequenceError.NOTHING_ALLOWED, error_message=verdict.error)
+        text.extend(verdict.committed[:-1])  # rejected tokens leave nothing behind
+        self._write(sequence)
+        if plan.num_proposal_tokens:
+            self.proposals.append((plan.num_proposal_tokens, verdict.num_accepted))
+        return replace(
+            result,
+            num_accepted=verdict.num_accepted,
+            committed=verdict.committed,
+            logprobs=verdict.logprobs,
+            num_forced_tokens=verdict.num_forced_tokens,
+            num_forced_accepted=verdict.num_forced_accepted,
+        )
 
     def _plan_fault(self, plan: SequencePlan) -> str | None:
+        fault = rows_fault(plan)
+        if fault is not None:
+            return fault
         known = self._sequences.get(plan.seq_id)
         if known is None or plan.sampling is not None:
             if plan.sampling is None:
                 return "an unknown sequence without sampling settings"
-            if plan.block_keep or plan.kv_len:
-                return "a new sequence that keeps blocks or positions"
+            if plan.block_keep:
+                return "a new sequence that keeps blocks"
+            fault = sampling_fault(plan.sampling, VOCAB_SIZE)
+            if fault is not None:
+                return fault
+            text = self._read(plan.block_append, plan.kv_len)
+            if text is None:
+                return f"starts at {plan.kv_len}, but its blocks do not hold that many positions"
+            if plan.prefix_tokens and list(plan.prefix_tokens) != text:
+                return "prefix_tokens that are not what the blocks hold"
+            if needs_text(plan.sampling) and len(plan.prefix_tokens) != plan.kv_len:
+                return f"{len(plan.prefix_tokens)} prefix_tokens for {plan.kv_len} positions"
+            self.num_shared += plan.kv_len
             self.samplings.append(plan.sampling)
-            known = _Sequence(HashedTokens(), [], plan.sampling)
+            known = _Sequence(HashedTokens(text), [], plan.sampling, self._matcher(plan.sampling))
             self._sequences[plan.seq_id] = known
+        elif plan.prefix_tokens:
+            return "prefix_tokens for a sequence that is known"
         if plan.kv_len > len(known.text):
             return f"keeps {plan.kv_len} positions of {len(known.text)}"
         if plan.block_keep > len(known.blocks):
@@ -214,11 +250,39 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
             return f"{end} positions in {len(known.blocks)} blocks"
         if end > self.max_model_len:
             return f"{end} positions in a context of {self.max_model_len}"
-        if not plan.tokens or plan.num_proposal_tokens >= len(plan.tokens):
-            return "no token but the proposal"
-        first = len(plan.tokens) - plan.num_proposal_tokens - 1
-        if plan.logits_rows not in ((), tuple(range(first, len(plan.tokens)))):
-            return f"wants rows {plan.logits_rows} of {len(plan.tokens)}"
         if plan.draft_rows and len(plan.draft_rows) != plan.num_proposal_tokens:
             return "another number of q rows than of proposed tokens"
+        if plan.scored_tokens and known.sampling.prompt_logprobs is None:
+            return "scored tokens, but no prompt_logprobs"
+        follow = (*plan.tokens[1:], *plan.scored_tokens[-1:])
+        if any(scored != token for scored, token in zip(plan.scored_tokens, follow, strict=False)):
+            return "scored tokens that are not those that follow"
+        return None
+
+    def _matcher(self, sampling: Sampling) -> Matcher | None:
+        if sampling.grammar is None:
+            return None
+        if self.model_dir is None:
+            raise ValueError("a request with a grammar came, but this StandInTarget has no model_dir")
+        return GrammarCompiler(self.model_dir, VOCAB_SIZE, [EOS]).matcher(sampling.grammar)
+
+    def _write(self, sequence: _Sequence) -> None:
+        size = self.block_size
+        for index in range(sequence.kv_len // size, -(-len(sequence.text) // size)):
+            self._slots[sequence.blocks[index]] = sequence.text.tokens[index * size : (index + 1) * size]
+
+    def _read(self, blocks: Sequence[int], length: int) -> list[int] | None:
+        """The tokens of the first positions of a block table, or None where they were not computed."""
+        text = [token for block in blocks[: -(-length // self.block_size)] for token in self._slots.get(block, [])]
+        return text[:length] if len(text) >= length else None
+
+    def _sharing_fault(self) -> str | None:
+        """Sequences may share blocks that are full and committed in each of them, and no others."""
+        owners: dict[int, bool] = {}
+        for sequence in self._sequences.values():
+            for index, block in enumerate(sequence.blocks):
+                is_full = index < sequence.kv_len // self.block_size
+                if block in owners and not (is_full and owners[block]):
+                    return f"block {block} belongs to two sequences"
+                owners[block] = is_full
         return None

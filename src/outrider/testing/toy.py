@@ -28,17 +28,29 @@ class ToyModel:
     alphabet: tuple[int, ...] = LETTERS
     script: Mapping[int, int] = field(default_factory=dict)
 
-    def next_token(self, prefix_hash: int, length: int) -> int:
-        """The token after a prefix of that length and chained hash (``outrider.core.prefix``)."""
+    def next_token(self, prefix_hash: int, length: int, choice: int = 0) -> int:
+        """The token after a prefix of that length and chained hash (``outrider.core.prefix``).
+
+        The model has no temperature: only the choices of one request differ.
+        """
         if length in self.script:
             return self.script[length]
-        return self.alphabet[(prefix_hash >> 7) % len(self.alphabet)]
+        return self.alphabet[((prefix_hash >> 7) + choice) % len(self.alphabet)]
 
-    def output(self, prompt: Sequence[int], count: int) -> list[int]:
+    def logits(self, prefix_hash: int, length: int, choice: int = 0) -> list[float]:
+        """One for each token: half a point less from rank to rank, ``next_token`` first and the end of text last."""
+        first = self.next_token(prefix_hash, length, choice)
+        start = (prefix_hash >> 7) + choice
+        letters = [self.alphabet[(start + step) % len(self.alphabet)] for step in range(len(self.alphabet))]
+        ranking = dict.fromkeys([first, *letters, *(token for token in range(VOCAB_SIZE) if token != EOS), EOS])
+        scores = {token: -0.5 * rank for rank, token in enumerate(ranking)}
+        return [scores[token] for token in range(VOCAB_SIZE)]
+
+    def output(self, prompt: Sequence[int], count: int, choice: int = 0) -> list[int]:
         """The ``count`` tokens that follow a prompt."""
         text = HashedTokens(prompt)
         for _ in range(count):
-            text.extend([self.next_token(text.hashes[-1], len(text))])
+            text.extend([self.next_token(text.hashes[-1], len(text), choice)])
         return text.tokens[len(prompt) :]
 
     def saying(self, text: str, prompt_len: int, *, end: bool = False) -> ToyModel:
