@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cluster.commands.check_exactness import check_exactness
 from outrider.cluster.commands.common import (
     Address,
     Cluster,
@@ -78,6 +79,7 @@ def status(file: File = None, cluster: Cluster = None, address: Address = None, 
 
 
 app.command("generate")(generate)
+app.command("check-exactness")(check_exactness)
 
 
 @app.command()

@@ -1,0 +1,193 @@
+"""From the oracle's rows of one text to evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.exactness.evidence import Cells, Evidence
+from outrider.exactness.processors import Borders
+
+# A row whose border is uncertain by more than this mass is left out; see ``processors.Borders``.
+MAX_UNCERTAIN = 1e-3
+# A row in which one token has all but this mass leaves no choice.
+NO_CHOICE = 1e-6
+# Ranks at which the cells of rank begin: the likeliest token, the second, the next two, ...
+RANKS = np.array([0, 1, 2, 4, 8, 16, 64, 512])
+NUM_HASH_CELLS = 16
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The oracle's view of the T output tokens of one text.
+
+    Attributes:
+        raw: [T, V] float32: the model's logits.
+        scores: [T, V] float32: after every control; -inf for tokens that are excluded.
+        borders: tokens that rounding may allow or not.
+        draft: [T, V] float32: the same scores by the draft's model; None if it was not named.
+    """
+
+    raw: Tensor
+    scores: Tensor
+    borders: Borders
+    draft: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the tokens of one or more texts.
+
+    Attributes:
+        judged: tokens in the evidence.
+        forced: rows that leave no choice; their tokens can only be right or impossible.
+        uncertain: rows left out because a border lies too close.
+        on_border: tokens that only rounding can have allowed.
+        impossible: tokens that the settings exclude.
+        uncertain_mass: sum, over the judged rows, of the mass that rounding may have moved.
+    """
+
+    judged: int = 0
+    forced: int = 0
+    uncertain: int = 0
+    on_border: int = 0
+    impossible: int = 0
+    uncertain_mass: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+
+class Hashing:
+    """A keyed shuffle of the vocabulary: an order and cells that have nothing to do with any model."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self.place = torch.from_numpy(np.random.default_rng([seed, 1]).permutation(vocab_size))  # [V] int64
+        self.cell = self.place % NUM_HASH_CELLS
+
+
+def measure(
+    rows: Rows,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    labels: Mapping[str, int],
+    place: Sequence[int],
+    hashing: Hashing,
+    rng: np.random.Generator,
+) -> tuple[Evidence, Counts, list[int]]:
+    """Evidence from one text; what became of its tokens; places in the output of impossible ones.
+
+    Args:
+        labels: ``text`` and ``prompt`` numbers of the evidence.
+        place: of each output token in its round.
+        rng: source of the uniform shares; independent of everything that the server draws.
+    """
+    tokens = torch.tensor(list(output), dtype=torch.int64)
+    probs = torch.softmax(rows.scores.double(), dim=-1)  # [T, V]
+    chosen = probs.gather(1, tokens[:, None])[:, 0]  # [T]
+    impossible = ~rows.borders.loose.gather(1, tokens[:, None])[:, 0]
+    uncertain_mass = rows.borders.uncertain_mass
+    forced = ~impossible & (probs.amax(dim=-1) > 1.0 - NO_CHOICE)
+    uncertain = ~impossible & ~forced & (uncertain_mass > MAX_UNCERTAIN)
+    on_border = ~impossible & ~forced & ~uncertain & (chosen <= 0.0)
+    judged = ~(impossible | forced | uncertain | on_border)
+    counts = Counts(
+        judged=int(judged.sum()),
+        forced=int(forced.sum()),
+        uncertain=int(uncertain.sum()),
+        on_border=int(on_border.sum()),
+        impossible=int(impossible.sum()),
+        uncertain_mass=float(uncertain_mass[judged].sum()),
+    )
+
+    keep = judged.nonzero()[:, 0]
+    share = torch.from_numpy(rng.random(len(tokens)))[keep]
+    probs, chosen, kept_tokens = probs[keep], chosen[keep], tokens[keep]
+    orders = _orders(rows, keep, hashing)
+    likelihood = orders["likelihood"]
+    u = {
+        name: (_mass_before(probs, key, hashing.place, kept_tokens) + share * chosen).numpy()
+        for name, key in orders.items()
+    }
+    log_probs = probs.clamp(min=1e-300).log()
+    mean = (probs * log_probs).sum(dim=-1)
+    variance = ((probs * log_probs.square()).sum(dim=-1) - mean.square()).clamp(min=0.0)
+    classes = _repeats(prompt, output, probs.shape[-1], keep.tolist())
+    numbers = keep.numpy()
+    evidence = Evidence(
+        text=np.full(len(keep), labels["text"]),
+        prompt=np.full(len(keep), labels["prompt"]),
+        index=numbers.astype(np.int64),
+        token=kept_tokens.numpy(),
+        place=np.asarray(place, dtype=np.int64)[numbers],
+        u=u,
+        cells={
+            "rank": _rank_cells(probs, likelihood, hashing.place, kept_tokens),
+            "tokens": _cells(probs, hashing.cell.expand(probs.shape), kept_tokens, NUM_HASH_CELLS),
+            "repeats": _cells(probs, classes, kept_tokens, 4),
+        },
+        tail=torch.where(likelihood <= likelihood.gather(1, kept_tokens[:, None]), probs, 0.0).sum(dim=-1).numpy(),
+        log_likelihood=log_probs.gather(1, kept_tokens[:, None])[:, 0].numpy(),
+        log_mean=mean.numpy(),
+        log_variance=variance.numpy(),
+    )
+    return evidence, counts, impossible.nonzero()[:, 0].tolist()
+
+
+def _orders(rows: Rows, keep: Tensor, hashing: Hashing) -> dict[str, Tensor]:
+    """order -> [n, V] float64 keys, larger ones first; equal ones by the shuffle."""
+    scores, raw = rows.scores[keep].double(), rows.raw[keep].double()
+    num_tokens = scores.shape[-1]
+    orders = {
+        "likelihood": scores,
+        "token id": -torch.arange(num_tokens, dtype=torch.float64).expand(scores.shape),
+        "shuffle": torch.zeros(1, dtype=torch.float64).expand(scores.shape),
+        # What the settings raise comes first, what they lower last: where one of them is left out, mass moves along it.
+        "effect of the settings": scores - raw,
+    }
+    if rows.draft is not None:
+        # What the draft overrates comes first: where its distribution leaks into the text, mass moves along it.
+        draft = rows.draft[keep].double()
+        orders["draft against target"] = torch.where(torch.isneginf(scores), -torch.inf, draft - scores)
+    return orders
+
+
+def _mass_before(probs: Tensor, key: Tensor, shuffle: Tensor, tokens: Tensor) -> Tensor:
+    """[n] float64: the mass of the tokens that the order puts before each row's token."""
+    own = key.gather(1, tokens[:, None])
+    before = (key > own) | ((key == own) & (shuffle < shuffle[tokens][:, None]))
+    return torch.where(before, probs, 0.0).sum(dim=-1)
+
+
+def _rank_cells(probs: Tensor, key: Tensor, shuffle: Tensor, tokens: Tensor) -> Cells:
+    own = key.gather(1, tokens[:, None])
+    rank = ((key > own) | ((key == own) & (shuffle < shuffle[tokens][:, None]))).sum(dim=-1)
+    top = probs.topk(min(int(RANKS[-1]), probs.shape[-1]), dim=-1).values.cumsum(dim=-1)  # [n, up to 512]
+    bounds = [top[:, min(int(bound), top.shape[1]) - 1] for bound in RANKS[1:]]
+    upto = torch.stack([*bounds, torch.ones_like(bounds[0])], dim=-1)  # [n, C] mass up to the end of each cell
+    mass = torch.diff(upto, dim=-1, prepend=torch.zeros_like(upto[:, :1])).clamp(min=0.0)
+    return Cells(np.searchsorted(RANKS, rank.numpy(), side="right") - 1, mass.numpy())
+
+
+def _cells(probs: Tensor, classes: Tensor, tokens: Tensor, num_cells: int) -> Cells:
+    mass = torch.zeros(len(probs), num_cells, dtype=torch.float64).scatter_add_(1, classes, probs)
+    return Cells(classes.gather(1, tokens[:, None])[:, 0].numpy(), mass.numpy())
+
+
+def _repeats(prompt: Sequence[int], output: Sequence[int], vocab_size: int, keep: Sequence[int]) -> Tensor:
+    """[n, V] int64: 0 for tokens that the text does not hold before the row, 1 for those of the prompt only, 2 for
+    those that the output holds once, 3 for those that it holds more often."""
+    now = torch.zeros(vocab_size, dtype=torch.int64)
+    now[torch.tensor(list(prompt), dtype=torch.int64)] = 1
+    classes = torch.zeros(len(keep), vocab_size, dtype=torch.int64)
+    wanted = dict(zip(keep, range(len(keep)), strict=True))
+    for index, token in enumerate(output):
+        if index in wanted:
+            classes[wanted[index]] = now
+        now[token] = min(3, max(2, int(now[token]) + 1))
+    return classes
