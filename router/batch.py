@@ -149,7 +149,7 @@ class Batcher:
             rows.append(built)
         for request in prompts:
             rows += self._prompt_rows(request, propose, left)
-        while (head := self._admissible()) is not None and left.chunk(head):
+        while left.rows > 0 and (head := self._admissible(left)) is not None:
             self._admit(head)
             rows += self._prompt_rows(head, propose, left)
         return rows
@@ -185,11 +185,16 @@ class Batcher:
             if len(request.blocks) < self.pool.blocks_for(request.kv_len):
                 raise AssertionError(f"{request.new.request_id} has keys and values without blocks")
 
-    def _admissible(self) -> Request | None:
-        """The request of the queue that could join the next step: the first that need not wait for its sibling."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
+    def _admissible(self, left: _Left | None = None) -> Request | None:
+        """The request of the queue that could join the next step.
+
+        It is the first that need not wait, be it for a choice that computes the prompt of both or, in a step that has
+        no more than ``left``, for others' scored rows.
+        """
+        if len(self.running) >= self.max_num_seqs:
             return None
-        head = next((request for request in self.waiting if not self._shared.must_wait(request)), None)
+        ready = (request for request in self.waiting if not self._shared.must_wait(request))
+        head = next((request for request in ready if left is None or left.chunk(request)), None)
         if head is None:
             return None
         # One block stays for each running request, or it might preempt the new one in the very next step.

@@ -27,6 +27,7 @@ from outrider.v1 import generation_pb2, generation_pb2_grpc
 log = logging.getLogger(__name__)
 
 LONG_TEXT = 10_000  # characters from which on a prompt is tokenized beside the event loop
+LONG_PROMPT = 1000  # tokens from which on its log-probabilities are spelt beside it too
 
 
 class Frontend(generation_pb2_grpc.GenerationServiceServicer):
@@ -110,7 +111,10 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
                 yield response
             async with contextlib.aclosing(self._updates(request.request_id, start, answer)) as updates:
                 async for choice, update in updates:
-                    for response in answer.take(choice, update):
+                    taken = answer.take(choice, update)
+                    if len(update.prompt_logprobs) > LONG_PROMPT:
+                        taken = iter(await asyncio.to_thread(list, taken))
+                    for response in taken:
                         yield response
         finally:
             if answer.open_choices:

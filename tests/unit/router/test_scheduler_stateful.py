@@ -23,6 +23,7 @@ from outrider.core.errors import Conflict, InvalidRequest, Overloaded
 from outrider.core.grammar import Grammar, GrammarKind
 from outrider.core.plan import StepResult
 from outrider.core.sampling import Sampling, Verifier
+from outrider.router import batch
 from outrider.router.drafts import EvictionReason
 from outrider.router.requests import FinishReason
 from outrider.router.scheduler import SchedulerSettings
@@ -248,7 +249,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         world.check_ends()
 
 
-def test_text_is_that_of_plain_decoding(toy) -> None:
+def test_text_is_that_of_plain_decoding(toy, monkeypatch) -> None:
+    monkeypatch.setattr(batch, "MAX_SCORED_ROWS", 5)
     run_state_machine_as_test(
         lambda: SchedulerMachine(toy),
         settings=settings(
