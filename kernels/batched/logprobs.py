@@ -11,8 +11,8 @@ from outrider.core.logprobs import TokenLogprobs
 from outrider.kernels.reference import transforms
 from outrider.kernels.reference.transforms import Support
 
-# Rows that are worked on at once: float64 copies of more would not stay in a processor's cache.
-_SLICE = 8
+# Rows that are worked on at once: on a CPU few, so that their float64 copies stay in its cache.
+_CPU_SLICE, _SLICE = 2, 64
 
 
 def score(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -28,13 +28,12 @@ def score(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogp
 
 def score_rows(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """``score`` with a number of alternatives for each row."""
-    everything = torch.arange(logits.shape[-1], device=logits.device)
     entries: list[TokenLogprobs] = []
-    for start in range(0, len(tokens), _SLICE):
-        part = slice(start, start + _SLICE)
-        scores = logits[part].to(torch.float64)
-        support = Support(everything.expand(scores.shape), scores, is_full=True)
-        entries += support_logprobs(support, tokens[part], num_top[part])
+    step = _CPU_SLICE if logits.device.type == "cpu" else _SLICE
+    for start in range(0, len(tokens), step):
+        part = slice(start, start + step)
+        columns = torch.tensor(tokens[part], dtype=torch.int64, device=logits.device)[:, None]
+        entries += _entries(logits[part], None, columns, tokens[part], num_top[part])
     return entries
 
 
@@ -45,18 +44,26 @@ def support_logprobs(support: Support, tokens: Sequence[int], num_top: Sequence[
         support: n rows.
         tokens, num_top: n each.
     """
-    log_probs = torch.log_softmax(support.scores, dim=-1)  # [n, s] float64
-    asked = torch.tensor(tokens, dtype=torch.int64, device=log_probs.device)[:, None]
-    columns, found = support.columns(asked)
-    chosen = log_probs.gather(1, columns).masked_fill_(~found, -torch.inf)  # [n, 1]
-    ranks = (log_probs > chosen).sum(dim=-1) + 1
-    first = transforms.top_columns(log_probs, max(1, *num_top))
-    top, order = log_probs.gather(1, first).sort(dim=-1, descending=True, stable=True)  # equal ones stay by token id
-    top_ids = support.token_ids.gather(1, first.gather(1, order))
-    counts = [
-        min(count, wanted) for count, wanted in zip((top > -torch.inf).sum(dim=-1).tolist(), num_top, strict=True)
-    ]
-    numbers = zip(tokens, chosen[:, 0].tolist(), ranks.tolist(), top_ids.tolist(), top.tolist(), counts, strict=True)
+    asked = torch.tensor(tokens, dtype=torch.int64, device=support.scores.device)[:, None]
+    columns, _ = support.columns(asked)  # what was committed is in its support
+    return _entries(support.scores, None if support.is_full else support.token_ids, columns, tokens, num_top)
+
+
+def _entries(
+    scores: Tensor, token_ids: Tensor | None, columns: Tensor, tokens: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Entries for the columns [n, 1] of scores [n, s], which rank as the log-probabilities do."""
+    log_probs = torch.log_softmax(scores.to(torch.float64), dim=-1)
+    ranks = (scores > scores.gather(1, columns)).sum(dim=-1) + 1
+    first = transforms.top_columns(scores, max(1, *num_top))
+    order = scores.gather(1, first).sort(dim=-1, descending=True, stable=True).indices  # equal ones stay by token id
+    first = first.gather(1, order)
+    top = log_probs.gather(1, first)
+    top_ids = first if token_ids is None else token_ids.gather(1, first)
+    possible = (top > -torch.inf).sum(dim=-1).tolist()
+    counts = [min(count, wanted) for count, wanted in zip(possible, num_top, strict=True)]
+    chosen = log_probs.gather(1, columns)[:, 0].tolist()
+    numbers = zip(tokens, chosen, ranks.tolist(), top_ids.tolist(), top.tolist(), counts, strict=True)
     return [
         TokenLogprobs(token, value, rank, tuple(ids[:count]), tuple(values[:count]))
         for token, value, rank, ids, values, count in numbers

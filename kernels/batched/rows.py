@@ -106,25 +106,25 @@ def supports(logits: Tensor, rows: Sequence[Row], members: Sequence[int]) -> lis
     Returns:
         Groups; each member is in one of them.
     """
-    alike: dict[tuple, list[int]] = {}
-    for i in members:
-        sampling = rows[i].sampling
-        top_k = sampling.top_k if sampling.top_k < logits.shape[-1] else 0
-        narrow = sampling.top_p < 1.0, rows[i].allowed is not None or "allowed_token_ids" in rows[i].controls
-        alike.setdefault((top_k, *narrow, rows[i].has(Stage.WARP)), []).append(i)
     groups: list[Group] = []
-    for (top_k, has_top_p, is_masked, has_warp), same in alike.items():
-        settings = [rows[i].sampling for i in same]
-        temperature = _column([sampling.temperature for sampling in settings], logits)
-        support = transforms.filtered(take(logits, same), temperature=temperature, top_k=top_k)
-        parts = [Group(same, support)]
-        if has_top_p:
-            top_p = _column([sampling.top_p for sampling in settings], logits)
-            parts = _by_width(parts[0], transforms.nucleus(support.scores, top_p))
-        elif is_masked:
-            parts = _by_width(parts[0], support.scores > -math.inf)
-        for part in parts:
-            groups += _warped(part, rows) if has_warp else [part]
+    for part in _allowed(logits, rows, members):
+        alike: dict[tuple, list[int]] = {}
+        for index, i in enumerate(part.members):
+            sampling = rows[i].sampling
+            top_k = sampling.top_k if sampling.top_k < part.logits.shape[-1] else 0
+            alike.setdefault((top_k, sampling.top_p < 1.0, rows[i].has(Stage.WARP)), []).append(index)
+        for (top_k, has_top_p, has_warp), same in alike.items():
+            settings = [rows[part.members[index]].sampling for index in same]
+            temperature = _column([sampling.temperature for sampling in settings], logits)
+            support = transforms.filtered(take(part.logits, same), temperature=temperature, top_k=top_k)
+            if part.token_ids is not None:
+                support = Support(take(part.token_ids, same).gather(1, support.token_ids), support.scores, False)
+            narrower = [Group([part.members[index] for index in same], support)]
+            if has_top_p:
+                top_p = _column([sampling.top_p for sampling in settings], logits)
+                narrower = _by_width(narrower[0], transforms.nucleus(support.scores, top_p))
+            for group in narrower:
+                groups += _warped(group, rows) if has_warp else [group]
     return groups
 
 
@@ -140,6 +140,32 @@ def take_support(support: Support, members: Sequence[int]) -> Support:
     return Support(take(support.token_ids, members), take(support.scores, members), support.is_full)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Logits [g, s] of the rows ``members``; ``token_ids`` [g, s] int64 of their columns, None for the vocabulary."""
+
+    members: list[int]
+    logits: Tensor
+    token_ids: Tensor | None
+
+
+def _allowed(logits: Tensor, rows: Sequence[Row], members: Sequence[int]) -> list[_Part]:
+    """Rows of which masks leave few tokens, as those tokens; before anything is done to the others."""
+    masked = [i for i in members if rows[i].allowed is not None or "allowed_token_ids" in rows[i].controls]
+    parts: list[_Part] = []
+    narrow: set[int] = set()
+    if masked:
+        kept = take(logits, masked) > -math.inf
+        for width, chosen in _widths(kept).items():
+            if width < logits.shape[-1]:
+                columns = transforms.packed_columns(take(kept, chosen), width)
+                part = [masked[index] for index in chosen]
+                parts.append(_Part(part, take(logits, part).gather(1, columns), columns))
+                narrow |= set(part)
+    rest = [i for i in members if i not in narrow]
+    return [*parts, _Part(rest, take(logits, rest), None)] if rest else parts
+
+
 def _warped(group: Group, rows: Sequence[Row]) -> list[Group]:
     support = group.support
     _apply(Stage.WARP, support.scores, None if support.is_full else support.token_ids, rows, group.members)
@@ -148,18 +174,22 @@ def _warped(group: Group, rows: Sequence[Row]) -> list[Group]:
 
 def _by_width(group: Group, kept: Tensor) -> list[Group]:
     """Narrow each row to what it keeps, [n, s] bool."""
-    num_columns = kept.shape[-1]
-    widths: dict[int, list[int]] = {}
-    for index, count in enumerate(kept.sum(dim=-1).tolist()):
-        width = max(_MIN_WIDTH, 1 << (count - 1).bit_length())
-        widths.setdefault(min(width, num_columns), []).append(index)
     return [
         Group(
             [group.members[index] for index in chosen],
             transforms.narrowed(take_support(group.support, chosen), take(kept, chosen), width),
         )
-        for width, chosen in widths.items()
+        for width, chosen in _widths(kept).items()
     ]
+
+
+def _widths(kept: Tensor) -> dict[int, list[int]]:
+    """The width that each row of [n, s] bool is handled at, and the rows of each."""
+    widths: dict[int, list[int]] = {}
+    for index, count in enumerate(kept.sum(dim=-1).tolist()):
+        width = max(_MIN_WIDTH, 1 << (count - 1).bit_length())
+        widths.setdefault(min(width, kept.shape[-1]), []).append(index)
+    return widths
 
 
 def _apply(stage: Stage, scores: Tensor, token_ids: Tensor | None, rows: Sequence[Row], members: Sequence[int]) -> None:
