@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.cluster.config import EngineConfig
+from outrider.core.end_tokens import end_token_ids
 from outrider.core.errors import ConfigError
 from outrider.core.fingerprint import read_vocab, vocab_fingerprint, vocab_size
 from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep
@@ -35,6 +36,7 @@ class Engine:
         vocab_size: entries of the tokenizer; ids from there on are padding and have no logits.
         vocab_offset, local_vocab_size: this rank's contiguous slice of the vocabulary.
         fingerprint: of the tokenizer.
+        end_token_ids: tokens that end a text.
         row_invariant: whether a row's result does not depend, by bits, on what runs beside it (measured at start).
     """
 
@@ -54,7 +56,7 @@ class Engine:
             raise ConfigError(
                 f"model: {config.model} embeds {shape.num_embeddings} tokens, but tokenizer.json has {self.vocab_size}"
             )
-        self.eos_token_ids = shape.eos_token_ids
+        self.end_token_ids = end_token_ids(config.model, vocab)
         self.hidden_size = shape.hidden_size
         self.block_size = config.block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens

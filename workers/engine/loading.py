@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -56,7 +55,6 @@ class ModelShape:
     hidden_size: int
     num_embeddings: int
     max_positions: int
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def read_model_config(config: EngineConfig, tensor_parallel_size: int) -> ModelS
     for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if part.get("rope_type") in VARYING_ROPE:
             raise ConfigError(f"model: {folder} has rope_type {part['rope_type']}, whose rows depend on each other")
-    shape = _shape(hf, folder)
+    shape = _shape(hf)
     for field, heads in (("attention heads", shape.num_heads), ("key/value heads", shape.num_kv_heads)):
         if heads % tensor_parallel_size:
             raise ConfigError(
@@ -100,7 +98,7 @@ def read_model_config(config: EngineConfig, tensor_parallel_size: int) -> ModelS
     return shape
 
 
-def _shape(hf: Any, folder: Path) -> ModelShape:
+def _shape(hf: Any) -> ModelShape:
     heads = int(hf.num_attention_heads)
     return ModelShape(
         num_layers=int(hf.num_hidden_layers),
@@ -110,23 +108,7 @@ def _shape(hf: Any, folder: Path) -> ModelShape:
         hidden_size=int(hf.hidden_size),
         num_embeddings=int(hf.vocab_size),
         max_positions=int(hf.max_position_embeddings),
-        eos_token_ids=_eos_token_ids(hf, folder),
     )
-
-
-def _eos_token_ids(hf: Any, folder: Path) -> tuple[int, ...]:
-    """End tokens of the model's configuration and of its generation settings."""
-    given = [hf.eos_token_id]
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        try:
-            given.append(json.loads(generation.read_text()).get("eos_token_id"))
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"model: {generation} cannot be read: {error}") from error
-    ids: set[int] = set()
-    for value in given:
-        ids.update([] if value is None else value if isinstance(value, list) else [value])
-    return tuple(sorted(ids))
 
 
 def load_model(

@@ -2,80 +2,170 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
 import torch
+from torch import Tensor
 
+from outrider.core.errors import InvalidRequest
 from outrider.core.plan import SequenceError, SequencePlan, SequenceResult, StepPlan
-from outrider.kernels.reference.errors import InvalidLogitsError
-from outrider.kernels.reference.verify import Verdict, verify_best, verify_chain
-from outrider.workers.target.step import Admission, Exchanged, Rows, needs_best_only, wanted_rows
+from outrider.grammar import GrammarError, Matcher
+from outrider.kernels.batched.data import Chain, Outcome
+from outrider.kernels.batched.verify import verify
+from outrider.kernels.reference.errors import InvalidLogitsError, nothing_allowed
+from outrider.kernels.reference.verify import Verdict, verify_best
+from outrider.workers.target.step import Admission, Exchanged, Rows, needs_best_only, verified_rows
 
 
-def decide(plan: StepPlan, admission: Admission, exchanged: Exchanged) -> tuple[SequenceResult, ...]:
-    """One result for each sequence of the plan, in its order. Changes nothing.
+class _Undecided(Exception):
+    """Why a sequence commits nothing."""
 
-    A sequence whose row holds no distribution answers INVALID_LOGITS, and one that the ranks refused INVALID_PLAN; the
-    others are not affected.
+    def __init__(self, code: SequenceError, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What a sequence's grammar allows in its rows. [k + 1, vocab_size] bool"""
+
+    allowed: np.ndarray
+    grammar_us: int
+
+
+def decide(
+    plan: StepPlan,
+    admission: Admission,
+    exchanged: Exchanged,
+    matchers: Mapping[int, Future[Matcher]] | None = None,
+    patience_s: float = 0.0,
+) -> tuple[SequenceResult, ...]:
+    """One result for each sequence of the plan, in its order.
+
+    A sequence that cannot be decided answers with an error of its own, see ``SequenceError``; the others are not
+    affected.
+
+    Args:
+        matchers: of the sequences with a grammar, by their id. They move along; nothing else changes.
+        patience_s: how long to wait, in all, for grammars that are still being compiled.
     """
     # A chunk that wants no logits has nothing to report.
     results = [SequenceResult(sequence.seq_id, sequence.generation) for sequence in plan.sequences]
     for refused in admission.refused:
         results[refused.index] = _error(refused.plan, SequenceError.INVALID_PLAN, refused.message)
+    deadline = time.monotonic() + patience_s
     taken = {True: 0, False: 0}  # rows of either tensor that earlier sequences took, whatever became of those
-    for span in wanted_rows(admission.admitted):
+    chains: list[tuple[Rows, Chain, _Mask | None]] = []
+    for span in verified_rows(admission.admitted):
         sequence = span.sequence
         best_only = needs_best_only(sequence.sampling)
         start = taken[best_only]
         taken[best_only] = stop = start + span.stop - span.start
         try:
-            from_exchanged = _from_pairs if best_only else _from_logits
-            verdict = from_exchanged(span, exchanged, slice(start, stop))
-            accepted = proposal_of(sequence.plan)[: verdict.num_accepted]
-            results[sequence.index] = SequenceResult(
-                sequence.plan.seq_id,
-                sequence.plan.generation,
-                num_accepted=verdict.num_accepted,
-                committed=(*accepted, verdict.next_token),
-            )
-        except InvalidLogitsError as error:
-            results[sequence.index] = _error(sequence.plan, SequenceError.INVALID_LOGITS, str(error))
-        except ValueError as error:  # q rows that do not fit the proposal: only the leader has them
-            results[sequence.index] = _error(sequence.plan, SequenceError.INVALID_PLAN, str(error))
+            if best_only:
+                verdict = _from_pairs(span, exchanged, slice(start, stop))
+                outcome = Outcome(verdict.num_accepted, verdict.next_token)
+                results[sequence.index] = _result(span, outcome, None)
+            else:
+                mask = _mask(span, matchers or {}, deadline) if sequence.sampling.grammar is not None else None
+                chains.append((span, _chain(span, exchanged, slice(start, stop), mask), mask))
+        except _Undecided as error:
+            results[sequence.index] = _error(sequence.plan, error.code, error.message)
+    outcomes = verify([chain for _, chain, _ in chains])
+    for (span, _, mask), outcome in zip(chains, outcomes, strict=True):
+        results[span.sequence.index] = _result(span, outcome, mask)
+    for index, entries in exchanged.prompt_logprobs.items():
+        if entries is not None:
+            results[index] = replace(results[index], prompt_logprobs=entries)
+        elif results[index].error is None:
+            message = "the target's logits for a position of the prompt have a NaN or +inf, or no finite entry"
+            results[index] = _error(plan.sequences[index], SequenceError.INVALID_LOGITS, message)
     return tuple(results)
-
-
-def proposal_of(plan: SequencePlan) -> tuple[int, ...]:
-    """The tokens of a plan that are proposals."""
-    return plan.tokens[len(plan.tokens) - plan.num_proposal_tokens :]
 
 
 def _from_pairs(span: Rows, exchanged: Exchanged, rows: slice) -> Verdict:
     if exchanged.best_values is None or exchanged.best_tokens is None:
         raise RuntimeError("the ranks exchanged no pairs")
-    return verify_best(
-        exchanged.best_values[:, rows],
-        exchanged.best_tokens[:, rows],
-        proposal_of(span.sequence.plan),
-        first_position=span.first_position,
-    )
+    try:
+        return verify_best(
+            exchanged.best_values[:, rows],
+            exchanged.best_tokens[:, rows],
+            span.sequence.plan.proposal,
+            first_position=span.first_position,
+        )
+    except InvalidLogitsError as error:
+        raise _Undecided(SequenceError.INVALID_LOGITS, str(error)) from error
 
 
-def _from_logits(span: Rows, exchanged: Exchanged, rows: slice) -> Verdict:
+def _mask(span: Rows, matchers: Mapping[int, Future[Matcher]], deadline: float) -> _Mask:
+    plan, sampling = span.sequence.plan, span.sequence.sampling
+    future = matchers.get(plan.seq_id)
+    if future is None:
+        raise RuntimeError(f"nobody compiles the grammar of sequence {plan.seq_id}")
+    began = time.perf_counter_ns()
+    try:
+        matcher = future.result(timeout=max(0.0, deadline - time.monotonic()))
+        output = span.sequence.text[sampling.prompt_len : span.first_position]
+        allowed = matcher.allowed(output, plan.proposal)
+    except TimeoutError:
+        raise _Undecided(SequenceError.NOT_READY, "the grammar is still being compiled") from None
+    except (InvalidRequest, GrammarError) as error:
+        raise _Undecided(SequenceError.INVALID_PLAN, str(error)) from error
+    except Exception as error:  # whatever compiling raised, it concerns this sequence alone
+        raise _Undecided(SequenceError.INVALID_PLAN, f"the grammar failed: {error}") from error
+    return _Mask(allowed, (time.perf_counter_ns() - began) // 1000)
+
+
+def _chain(span: Rows, exchanged: Exchanged, rows: slice, mask: _Mask | None) -> Chain:
     if exchanged.full_logits is None:
         raise RuntimeError("the ranks gathered no rows")
-    sampling, plan = span.sequence.sampling, span.sequence.plan
-    draft_rows = [(torch.from_numpy(row.token_ids), torch.from_numpy(row.probs)) for row in plan.draft_rows]
-    return verify_chain(
-        exchanged.full_logits[rows],
-        proposal_of(plan),
-        draft_rows or None,
+    sequence, plan = span.sequence, span.sequence.plan
+    logits = exchanged.full_logits[rows]
+    return Chain(
+        logits=logits,
+        sampling=sequence.sampling,
         first_position=span.first_position,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        choice=sampling.choice,
-        verifier=sampling.verifier.label,
+        draft_tokens=plan.proposal,
+        draft_rows=[(torch.from_numpy(row.token_ids), torch.from_numpy(row.probs)) for row in plan.draft_rows],
+        text=sequence.text[: span.first_position],
+        allowed=None if mask is None else _on_device(mask.allowed, logits),
     )
+
+
+def _on_device(allowed: np.ndarray, logits: Tensor) -> Tensor:
+    return torch.from_numpy(allowed).to(logits.device)
+
+
+def _result(span: Rows, outcome: Outcome, mask: _Mask | None) -> SequenceResult:
+    plan = span.sequence.plan
+    if outcome.error is not None:
+        return _error(plan, _code(span, outcome), outcome.error)
+    # The grammar leaves no choice where one token is allowed: what is proposed there says nothing about the draft.
+    forced = (mask.allowed[: len(plan.proposal)].sum(axis=1) == 1).tolist() if mask is not None else []
+    return SequenceResult(
+        plan.seq_id,
+        plan.generation,
+        num_accepted=outcome.num_accepted,
+        committed=(*plan.proposal[: outcome.num_accepted], outcome.next_token),
+        logprobs=outcome.logprobs,
+        num_forced_tokens=sum(forced),
+        num_forced_accepted=sum(forced[: outcome.num_accepted]),
+        grammar_us=mask.grammar_us if mask is not None else 0,
+    )
+
+
+def _code(span: Rows, outcome: Outcome) -> SequenceError:
+    if not outcome.is_invalid_logits:
+        return SequenceError.INVALID_PLAN  # q rows that do not fit the proposal: only the leader has them
+    positions = range(span.first_position, span.first_position + span.stop - span.start)
+    if outcome.error in {nothing_allowed(position) for position in positions}:
+        return SequenceError.NOTHING_ALLOWED
+    return SequenceError.INVALID_LOGITS
 
 
 def _error(plan: SequencePlan, code: SequenceError, message: str) -> SequenceResult:

@@ -1,6 +1,7 @@
 """The leader's step thread: one plan after the other, one decision for all ranks.
 
-Calls come from other threads (``submit``, ``reset``, ``fail``, ``stop``); the work happens in the thread.
+Calls come from other threads (``submit``, ``reset``, ``fail``, ``stop``); the work happens in the thread. Grammars are
+compiled in threads of their own from the moment a plan is submitted.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.core.errors import GroupError
 from outrider.core.plan import StepPlan, StepResult, StepTiming
+from outrider.grammar import Matcher
+from outrider.workers.matchers import MatcherMaker
 from outrider.workers.target.channel import ChannelClosed, PlanChannel
 from outrider.workers.target.codec import Message, MessageKind, encode
 from outrider.workers.target.decide import decide
-from outrider.workers.target.step import RankStep, check_reports
+from outrider.workers.target.step import Admission, RankStep, check_reports
 
 log = logging.getLogger(__name__)
+
+# How long a step waits for a grammar where no other sequence waits for the step.
+GRAMMAR_PATIENCE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class _Job:
     plan: StepPlan | None
     received: float  # time.perf_counter() when it came
     future: Future[StepResult | None]
+    matchers: Mapping[int, Future[Matcher]] = field(default_factory=dict)  # of the grammars that the plan brings
 
 
 class Leader:
@@ -39,10 +46,12 @@ class Leader:
         steps: plans that were executed.
     """
 
-    def __init__(self, step: RankStep, channel: PlanChannel | None) -> None:
-        """``channel`` leads to the other ranks; None where there are none."""
+    def __init__(self, step: RankStep, channel: PlanChannel | None, matcher_maker: MatcherMaker | None = None) -> None:
+        """``channel`` leads to the other ranks; None where there are none. ``matcher_maker`` None: no grammars."""
         self._step = step
         self._channel = channel
+        self._matcher_maker = matcher_maker
+        self._matchers: dict[int, Future[Matcher]] = {}  # of the sequences that have a grammar, by id
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._pending: set[Future[StepResult | None]] = set()
         self._lock = threading.Lock()
@@ -64,7 +73,7 @@ class Leader:
 
     def submit(self, plan: StepPlan) -> Future[StepResult | None]:
         """Execute a plan after those submitted before. The future fails with ``GroupError`` if the group fails."""
-        return self._put(MessageKind.PLAN, plan)
+        return self._put(MessageKind.PLAN, plan, self._start_matchers(plan))
 
     def reset(self) -> Future[StepResult | None]:
         """Forget every sequence, on every rank, after the plans submitted before."""
@@ -93,8 +102,19 @@ class Leader:
             self._thread.join(timeout=deadline_s)
         return not self._thread.is_alive()
 
-    def _put(self, kind: MessageKind, plan: StepPlan | None) -> Future[StepResult | None]:
-        job = _Job(kind, plan, time.perf_counter(), Future())
+    def _start_matchers(self, plan: StepPlan) -> dict[int, Future[Matcher]]:
+        """Begin to compile the grammars that a plan brings."""
+        matchers: dict[int, Future[Matcher]] = {}
+        for sequence in plan.sequences:
+            grammar = sequence.sampling.grammar if sequence.sampling is not None else None
+            if grammar is not None and self._matcher_maker is not None:
+                matchers[sequence.seq_id] = self._matcher_maker.start(grammar)
+        return matchers
+
+    def _put(
+        self, kind: MessageKind, plan: StepPlan | None, matchers: Mapping[int, Future[Matcher]] | None = None
+    ) -> Future[StepResult | None]:
+        job = _Job(kind, plan, time.perf_counter(), Future(), matchers or {})
         job.future.set_running_or_notify_cancel()  # a waiter that gives up must not cancel it
         with self._lock:
             if self.failure is not None and kind is not MessageKind.STOP:
@@ -133,23 +153,25 @@ class Leader:
 
     def _do(self, job: _Job) -> StepResult | None:
         if job.plan is not None:
-            return self._execute(job.plan, job.received)
+            return self._execute(job.plan, job.received, job.matchers)
         if job.kind is MessageKind.RESET:
             self._step.table.clear()
+            self._matchers.clear()
         if self._channel is not None and self.failure is None:
             self._channel.send(encode(Message(job.kind)))
         return None
 
-    def _execute(self, plan: StepPlan, received: float) -> StepResult:
+    def _execute(self, plan: StepPlan, received: float, matchers: Mapping[int, Future[Matcher]]) -> StepResult:
         admission = self._step.admit(plan)
+        self._keep_matchers(admission, matchers)
         if self._channel is not None:
             self._channel.send(encode(Message(MessageKind.PLAN, plan, admission.digest)))
         planned = time.perf_counter()
-        logits = self._step.forward(admission)
+        computed = self._step.forward(admission)
         forwarded = time.perf_counter()
-        exchanged = self._step.exchange(admission, logits)
+        exchanged = self._step.exchange(admission, computed)
         check_reports(exchanged.reports)
-        sequences = decide(plan, admission, exchanged)
+        sequences = decide(plan, admission, exchanged, self._matchers, self._patience_s(admission))
         decided = time.perf_counter()
         self.steps += 1
         return StepResult(
@@ -164,3 +186,18 @@ class Leader:
                 verify_ms=1e3 * (decided - forwarded),
             ),
         )
+
+    def _keep_matchers(self, admission: Admission, started: Mapping[int, Future[Matcher]]) -> None:
+        """Take over what was started for sequences that were admitted, and forget those that the table forgot."""
+        for sequence in admission.admitted:
+            seq_id = sequence.plan.seq_id
+            if seq_id in started:
+                self._matchers[seq_id] = started[seq_id]
+        held = self._step.table.sequences
+        for seq_id in [seq_id for seq_id in self._matchers if seq_id not in held or not held[seq_id].sampling.grammar]:
+            del self._matchers[seq_id]
+
+    def _patience_s(self, admission: Admission) -> float:
+        """How long the step may wait for grammars: not at all where a sequence without one would wait too."""
+        deciding = [item for item in admission.admitted if item.plan.verified_rows]
+        return GRAMMAR_PATIENCE_S if all(item.sampling.grammar is not None for item in deciding) else 0.0

@@ -17,8 +17,10 @@ from torch import Tensor
 from outrider.cluster.config import TargetConfig
 from outrider.core.errors import GroupError
 from outrider.core.plan import GroupInfo
+from outrider.grammar import GrammarCompiler
 from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.parallel import Parallel, free_port
+from outrider.workers.matchers import MatcherMaker
 from outrider.workers.target.bootstrap import GroupFacts, agree, node_facts, open_channels
 from outrider.workers.target.channel import PlanChannel
 from outrider.workers.target.follower import Follower
@@ -183,7 +185,8 @@ class TargetShard:
             dtype=str(self._engine.dtype).removeprefix("torch."),
             max_num_seqs=limits.max_num_seqs,
         )
-        self._leader = leader = Leader(self._step, self._channel)
+        compiler = GrammarCompiler(config.model, limits.vocab_size, self._engine.end_token_ids)
+        self._leader = leader = Leader(self._step, self._channel, MatcherMaker(compiler))
         if self._liveness is not None:
             leader.on_failure(self._liveness.fail)
         leader.start()

@@ -2,26 +2,33 @@
 
 Ranks exchange, in one collective, what each holds (``RankReport``) and for each row that greedy or unfiltered coupled
 verification looks at the best (value, token) pair of the rank's slice of the vocabulary. Rows of sequences that need
-whole distributions are gathered in a second collective, which only steps with such sequences pay for.
+whole distributions are gathered in a second collective, which only steps with such sequences pay for. Rows of prompts
+that are scored may be many: their logits are computed, gathered and scored in slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from outrider.controls import gather_needed
 from outrider.core.errors import GroupError
+from outrider.core.logprobs import TokenLogprobs
 from outrider.core.plan import RankReport, StepPlan
 from outrider.core.sampling import Sampling
+from outrider.kernels.batched.logprobs import score
 from outrider.kernels.reference.verify import local_best, pairs_suffice
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.parallel import Parallel
 from outrider.workers.target.codec import Digest
 from outrider.workers.target.state import Admitted, Refused, SequenceTable
+
+# Scored rows whose logits are there at once: at 150,000 tokens 40 MB, and a few times that while they are scored.
+SCORED_ROWS = 64
 
 
 class EngineLike(Protocol):
@@ -46,7 +53,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows ``start .. stop - 1`` of the step's wanted logits: those of one sequence."""
+    """Rows ``start .. stop - 1`` of the step's verified logits: those of one sequence."""
 
     sequence: Admitted
     start: int
@@ -55,25 +62,38 @@ class Rows:
     @property
     def first_position(self) -> int:
         """Position of the token that the first row is the distribution of."""
-        return self.sequence.plan.kv_len + self.sequence.plan.logits_rows[0] + 1
+        return self.sequence.plan.kv_len + self.sequence.plan.verified_rows[0] + 1
+
+
+@dataclass(frozen=True)
+class Computed:
+    """This rank's share of what a forward pass gives. Both are None where no sequence needs them."""
+
+    logits: Tensor | None  # [num_verified, local_vocab_size] float32, rows of all sequences in order
+    scored: Tensor | None  # [num_scored, hidden]: hidden rows whose next token is known, in order
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What the leader decides from. Both tensors are None where no sequence needs them."""
+    """What the leader decides from. Tensors are None where no sequence needs them.
+
+    ``prompt_logprobs`` holds, for the index of each sequence that is scored, its entries, or None where a row holds no
+    distribution; on the leader only.
+    """
 
     reports: tuple[RankReport, ...]
     best_values: Tensor | None  # [world_size, num_best] float64, rows of the sequences of best_rows in order
     best_tokens: Tensor | None  # [world_size, num_best] int64
     full_logits: Tensor | None  # [num_full, vocab_size] float32, rows of the sequences of full_rows in order
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...] | None] = field(default_factory=dict)
 
 
-def wanted_rows(admitted: Sequence[Admitted]) -> list[Rows]:
-    """Where each sequence's wanted rows lie among all wanted rows of the step, in order."""
+def verified_rows(admitted: Sequence[Admitted]) -> list[Rows]:
+    """Where each sequence's verified rows lie among all of the step, in order."""
     rows: list[Rows] = []
     start = 0
     for sequence in admitted:
-        stop = start + len(sequence.plan.logits_rows)
+        stop = start + len(sequence.plan.verified_rows)
         if stop > start:
             rows.append(Rows(sequence, start, stop))
         start = stop
@@ -82,7 +102,8 @@ def wanted_rows(admitted: Sequence[Admitted]) -> list[Rows]:
 
 def needs_best_only(sampling: Sampling) -> bool:
     """Whether one (value, token) pair from each rank decides a row."""
-    return pairs_suffice(sampling.verifier.label, top_k=sampling.top_k, top_p=sampling.top_p)
+    suffices = pairs_suffice(sampling.verifier.label, top_k=sampling.top_k, top_p=sampling.top_p)
+    return suffices and not gather_needed(sampling)
 
 
 class RankStep:
@@ -104,10 +125,10 @@ class RankStep:
         )
         return Admission(admitted, refused, digest)
 
-    def forward(self, admission: Admission) -> Tensor | None:
-        """Run the admitted rows. This rank's logits of the wanted ones [num_wanted, local_vocab_size] float32."""
+    def forward(self, admission: Admission) -> Computed:
+        """Run the admitted rows."""
         if not admission.admitted:
-            return None
+            return Computed(None, None)
         hidden = self.engine.forward(
             [
                 SequenceRows(
@@ -118,12 +139,24 @@ class RankStep:
                 )
                 for sequence in admission.admitted
             ]
-        )
-        return self.engine.local_logits(hidden) if hidden.shape[0] else None
+        )  # [num_wanted, hidden]: of each sequence the scored rows, then the verified ones
+        verified: list[int] = []
+        scored: list[int] = []
+        start = 0
+        for sequence in admission.admitted:
+            stop = start + len(sequence.plan.logits_rows)
+            middle = start + len(sequence.plan.scored_tokens)
+            scored += range(start, middle)
+            verified += range(middle, stop)
+            start = stop
+        if not scored:
+            return Computed(self.engine.local_logits(hidden) if verified else None, None)
+        return Computed(self.engine.local_logits(hidden[verified]) if verified else None, hidden[scored])
 
-    def exchange(self, admission: Admission, logits: Tensor | None) -> Exchanged:
-        """Collective: every rank calls it once in each step. logits as ``forward`` returned them."""
-        rows = wanted_rows(admission.admitted) if logits is not None else []
+    def exchange(self, admission: Admission, computed: Computed) -> Exchanged:
+        """Collective: every rank calls it once in each step. computed as ``forward`` returned it."""
+        logits = computed.logits
+        rows = verified_rows(admission.admitted) if logits is not None else []
         best = [span for span in rows if needs_best_only(span.sequence.sampling)]
         full = [span for span in rows if not needs_best_only(span.sequence.sampling)]
         values, tokens = self._best(best, logits)
@@ -143,7 +176,30 @@ class RankStep:
             gathered[:, 2 : 2 + num_best].contiguous().view(torch.float64) if best else None,
             gathered[:, 2 + num_best :] if best else None,
             full_logits,
+            self._score(admission.admitted, computed.scored),
         )
+
+    def _score(
+        self, admitted: Sequence[Admitted], hidden: Tensor | None
+    ) -> dict[int, tuple[TokenLogprobs, ...] | None]:
+        """Prompt log-probabilities, on the leader; every rank takes part. hidden: [num_scored, hidden]"""
+        scores: dict[int, tuple[TokenLogprobs, ...] | None] = {}
+        first = 0
+        for sequence in admitted if hidden is not None else ():
+            tokens = sequence.plan.scored_tokens
+            entries: list[TokenLogprobs] = []
+            is_valid = True
+            for start in range(0, len(tokens), SCORED_ROWS):
+                part = tokens[start : start + SCORED_ROWS]
+                rows = hidden[first + start : first + start + len(part)]  # type: ignore[index]
+                logits = self.engine.gather_logits(self.engine.local_logits(rows))
+                if self.parallel.rank == 0:
+                    is_valid = is_valid and bool(torch.isfinite(logits.amax(dim=-1)).all())
+                    entries += score(logits, part, sequence.sampling.prompt_logprobs or 0) if is_valid else []
+            if tokens:
+                scores[sequence.index] = tuple(entries) if is_valid else None
+            first += len(tokens)
+        return scores
 
     def _best(self, spans: Sequence[Rows], logits: Tensor | None) -> tuple[Tensor, Tensor]:
         """This rank's best (values [num_best] float64, token ids [num_best] int64) for every row of the spans."""

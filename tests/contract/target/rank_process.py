@@ -14,13 +14,11 @@ from dataclasses import replace
 from multiprocessing.connection import Client
 from typing import Any
 
-from torch import Tensor
-
 from outrider.cluster.config import TargetConfig
 from outrider.core.plan import StepPlan
 from outrider.workers.target.shard import TargetShard
 from outrider.workers.target.state import Admitted, Refused, SequenceTable
-from outrider.workers.target.step import Admission, Exchanged, RankStep
+from outrider.workers.target.step import Admission, Computed, Exchanged, RankStep
 
 
 class ForgetfulTable(SequenceTable):
@@ -66,12 +64,12 @@ class LyingStep(RankStep):
 
     steps = 0
 
-    def exchange(self, admission: Admission, logits: Tensor | None) -> Exchanged:
+    def exchange(self, admission: Admission, computed: Computed) -> Exchanged:
         self.steps += 1
         if self.steps > 3:
             digest = replace(admission.digest, checksum=admission.digest.checksum ^ 1)
             admission = replace(admission, digest=digest)
-        return super().exchange(admission, logits)
+        return super().exchange(admission, computed)
 
 
 TABLES = {"forgetful": ForgetfulTable, "slow": SlowTable, "broken": BrokenTable}

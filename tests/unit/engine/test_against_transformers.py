@@ -56,7 +56,7 @@ def test_facts_of_the_model(models: dict[str, str], scenarios: ModuleType) -> No
     assert (engine.vocab_size, engine.vocab_offset, engine.local_vocab_size) == (300, 0, 300)
     assert engine.fingerprint == tokenizer_fingerprint(models["llama"])
     assert (engine.max_model_len, engine.block_size, engine.num_blocks) == (512, 4, 320)
-    assert engine.eos_token_ids == (1,)
+    assert engine.end_token_ids == {1}
     assert engine.dtype is torch.float32
 
 
