@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from outrider.core.plan import GroupInfo, SequenceResult, StepPlan, StepResult
+from outrider.core.plan import GroupInfo, SequenceError, SequenceResult, StepPlan, StepResult
 from outrider.core.proposal import Proposal, sound_part
 from outrider.router.batch import Batcher, Rows
 from outrider.router.checks import check_result, end_length
@@ -156,7 +156,7 @@ class Scheduler:
             request = part.request
             if request.ended:
                 self._batcher.release(request)
-            elif outcome.error is not None:
+            elif outcome.error not in (None, SequenceError.NOT_READY):
                 committed.append(self._end(request, FinishReason.ERROR, error_message=outcome.error_message))
             else:
                 request.num_scored += len(outcome.prompt_logprobs)
@@ -164,7 +164,9 @@ class Scheduler:
                 if outcome.committed:
                     committed.append(self._commit(part, outcome, now))
                 else:
-                    self._batcher.computed(request, part.num_text_rows, 0)
+                    # A sequence that was not ready runs its last row again: to decide, not to compute.
+                    again = 1 if outcome.error is SequenceError.NOT_READY else 0
+                    self._batcher.computed(request, part.num_text_rows - again, 0)
         return committed
 
     def reset(self, epoch: int, info: GroupInfo) -> list[Committed]:
