@@ -75,7 +75,13 @@ def admit(
         check_grammar=check_grammar,
     )
     min_tokens = int(given.get("min_tokens") or 0)
-    check_ends(sampling, ignore_eos=request.ignore_eos, min_tokens=min_tokens, max_tokens=max_tokens)
+    check_ends(
+        sampling,
+        ignore_eos=request.ignore_eos,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        min_tokens_field=given.spelt("min_tokens"),
+    )
     admitted = NewRequest(
         request_id=request_id,
         generation=0,

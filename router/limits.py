@@ -76,12 +76,19 @@ def checked_num_choices(field: str, number: int, sampling: Sampling) -> int:
     return number
 
 
-def check_ends(sampling: Sampling, *, ignore_eos: bool, min_tokens: int, max_tokens: int | None) -> None:
+def check_ends(
+    sampling: Sampling,
+    *,
+    ignore_eos: bool,
+    min_tokens: int,
+    max_tokens: int | None,
+    min_tokens_field: str = "sampling.min_tokens",
+) -> None:
     """What decides where the text ends must not contradict itself."""
     if ignore_eos and sampling.grammar is not None:
         raise InvalidRequest("ignore_eos", True, "false with a grammar, whose texts end with an end-of-text token")
     if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidRequest("sampling.min_tokens", min_tokens, f"at most max_tokens, which is {max_tokens}")
+        raise InvalidRequest(min_tokens_field, min_tokens, f"at most max_tokens, which is {max_tokens}")
 
 
 def checked_stop(request: AnyRequest) -> tuple[str, ...]:

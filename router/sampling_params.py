@@ -50,11 +50,15 @@ class GivenControls:
         """The value of one control, however it was set; None where it was not."""
         return self.fields.get(name, self.others.get(name))
 
+    def spelt(self, name: str) -> str:
+        """The field of one control, as the client spelt it."""
+        return f"sampling.controls[{name!r}]" if name in self.others else f"sampling.{name}"
+
     def resolved(self, facts: Facts) -> tuple[tuple[str, Any], ...]:
         """As ``Sampling.controls``. Raises ``InvalidRequest`` with the field as the client spelt it."""
         resolved = list(resolve_controls(self.fields, facts))
         for name, value in self.others.items():
-            spelt = f"sampling.controls[{name!r}]"
+            spelt = self.spelt(name)
             if name in self.fields:
                 raise InvalidRequest(spelt, value, f"absent, for sampling.{name} is given too")
             try:

@@ -15,10 +15,13 @@ WORDS = st.text("abé😀", max_size=24)
 STOPS = st.lists(st.text("abé😀", min_size=1, max_size=5), max_size=4)
 
 
-def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The trivial computation: the shortest prefix of the text that ends with a stop string, the longest such."""
+def first_match(text: str, stops: list[str], uncounted: int = 0) -> tuple[int, str] | None:
+    """The trivial computation: the shortest prefix of the text that ends with a stop string, the longest such.
+
+    A stop string that is complete within the first ``uncounted`` bytes does not count.
+    """
     for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
+        found = [stop for stop in stops if text[:end].endswith(stop) and len(text[:end].encode()) > uncounted]
         if found:
             longest = max(found, key=len)
             return end - len(longest), longest
@@ -56,17 +59,24 @@ def test_matcher_equals_the_whole_text(pieces: list[bytes], stops: list[str]) ->
 
 
 @settings(max_examples=400, deadline=None)
-@given(pieces_of(WORDS), STOPS, st.sets(st.integers(1, 40)), st.sets(st.integers(1, 40)))
+@given(
+    pieces_of(WORDS),
+    STOPS,
+    st.sets(st.integers(1, 40)),
+    st.sets(st.integers(1, 40)),
+    st.sampled_from([0, 0, 1, 2, 5, 9]),
+    st.booleans(),
+)
 def test_cutter_and_stream_agree_for_any_rounds(
-    pieces: list[bytes], stops: list[str], rounds: set[int], messages: set[int]
+    pieces: list[bytes], stops: list[str], rounds: set[int], messages: set[int], min_tokens: int, include_stop: bool
 ) -> None:
     def decode(ids: list[int]) -> str:
         return b"".join(pieces[i] for i in ids).decode("utf-8", "replace")
 
     ids = list(range(len(pieces)))
     text = decode(ids)
-    expected = first_match(text, stops)
-    cutter = StopCutter(IncrementalDetokenizer(decode), StopMatcher(stops))
+    expected = first_match(text, stops, uncounted=sum(map(len, pieces[:min_tokens])))
+    cutter = StopCutter(IncrementalDetokenizer(decode), StopMatcher(stops), min_tokens=min_tokens)
     kept: list[int] = []
     matched = None
     for chunk in chunked(ids, rounds):
@@ -74,13 +84,14 @@ def test_cutter_and_stream_agree_for_any_rounds(
         kept += chunk[:count]
         if matched is not None:
             break
-    stream = TextStream(IncrementalDetokenizer(decode), stops)
+    stream = TextStream(IncrementalDetokenizer(decode), stops, min_tokens=min_tokens, include_stop=include_stop)
     seen = "".join(stream.feed(chunk) for chunk in chunked(kept, messages)) + stream.finish()
     if expected is None:
         assert (kept, matched, seen) == (ids, None, text)
         return
     start, stop = expected
-    assert (matched, seen) == (stop, text[:start])
+    assert (matched, seen) == (stop, text[: start + len(stop)] if include_stop else text[:start])
+    assert len(kept) > min_tokens
     # The last id kept is the one whose bytes complete the match.
     end = len(text[: start + len(stop)].encode())
     assert sum(map(len, pieces[: len(kept) - 1])) < end <= sum(map(len, pieces[: len(kept)]))
@@ -114,3 +125,21 @@ def test_a_stop_string_may_overlap_its_own_beginning() -> None:
 def test_an_empty_stop_string_is_an_error() -> None:
     with pytest.raises(ValueError, match="empty stop string"):
         StopMatcher(["a", ""])
+
+
+def test_a_stop_string_that_does_not_count_is_text_and_may_begin_the_next() -> None:
+    matcher = StopMatcher(["aba"])
+    assert matcher.feed("aba", counts=False) == ("ab", None)  # its last letter may begin another
+    assert matcher.feed("b") == ("", None)
+    assert matcher.feed("a") == ("", "aba")
+    matcher = StopMatcher(["ab", "b"])
+    assert matcher.feed("ab", counts=False) == ("ab", None)
+    assert matcher.feed("ca") == ("c", None)
+    assert matcher.feed("b") == ("", "ab")
+
+
+def test_a_last_token_is_spelt_without_a_look_for_stop_strings() -> None:
+    stream = TextStream(IncrementalDetokenizer(lambda ids: bytes(ids).decode()), ["xy"])
+    assert stream.feed(b"ax") == "a"
+    assert stream.finish(b"y") == "xy"
+    assert stream.finish(b"z") == ""

@@ -142,3 +142,29 @@ def test_neither_transformers_nor_torch_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_the_text_of_one_token(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(model_folder(tmp_path))
+    assert [tokenizer.token_text(token) for token in tokenizer.encode("a b")] == ["a", " ", "b"]
+    assert tokenizer.token_text(257) == "<|im_end|>"
+    assert [tokenizer.token_text(token) for token in tokenizer.encode("é")] == ["\ufffd", "\ufffd"]
+
+
+def test_the_text_of_one_token_keeps_the_blank_that_a_decoder_drops(tmp_path: Path) -> None:
+    """In vocabularies of SentencePiece a word's token begins with a blank, and a text does not."""
+    tokenizer = Tokenizer(models.BPE(vocab={"\u2581": 0, "a": 1, "b": 2, "\u2581b": 3}, merges=[("\u2581", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = TextTokenizer(tmp_path)
+    assert ours.decode([3]) == "b"
+    assert [ours.token_text(token) for token in (1, 2, 3)] == ["a", "b", " b"]
+
+
+def test_tokens_that_end_a_text_have_no_text_though_they_are_not_special(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(model_folder(tmp_path, config__json={"eos_token_id": 65}))
+    letter = tokenizer.decode([65])
+    assert letter != ""
+    detokenizer = tokenizer.detokenizer()
+    assert "".join(map(detokenizer.push, [65, 66])) == tokenizer.decode([66])
