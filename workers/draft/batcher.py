@@ -19,6 +19,7 @@ from outrider.workers.draft import messages, sessions
 from outrider.workers.draft.messages import Address, Event, EvictionReason, NeedTokens
 from outrider.workers.draft.sessions import DraftSession
 from outrider.workers.drafters.base import Drafted, Drafter, DraftRows, Draw
+from outrider.workers.matchers import MatcherMaker
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ class Batcher:
         max_num_tokens: int,
         catch_up_rows: int = 32,
         clock: Callable[[], float] = time.perf_counter,
+        matcher_maker: MatcherMaker | None = None,
     ) -> None:
+        """``matcher_maker`` None: sessions draft without their grammars."""
         self.pool = BlockPool(drafter.num_blocks, drafter.block_size)
         self.capacity = min(drafter.max_model_len, drafter.num_blocks * drafter.block_size)
         self.max_num_tokens = max_num_tokens
@@ -56,6 +59,7 @@ class Batcher:
         self._max_rows = max_num_batched_tokens
         self._catch_up_rows = catch_up_rows
         self._clock = clock
+        self._matcher_maker = matcher_maker
         self._events: list[Event] = []
         self._epochs: dict[int, int] = {}  # the highest epoch that each stream has named
 
@@ -99,7 +103,10 @@ class Batcher:
         if address.key in self.sessions:
             self._drop(self.sessions[address.key])
         self.num_opened += 1
-        session = DraftSession(address, command.sampling, self._clip(command.num_tokens), opened=self.num_opened)
+        sampling = sessions.applicable(command.sampling, self._drafter.vocab_size)
+        session = DraftSession(address, sampling, self._clip(command.num_tokens), opened=self.num_opened)
+        if sampling.grammar is not None and self._matcher_maker is not None:
+            session.matcher = self._matcher_maker.start(sampling.grammar)
         self.sessions[address.key] = session
         if not command.tokens and command.prefix_len > 0:
             self._ask(session, 0)
@@ -190,12 +197,20 @@ class Batcher:
     def _rows(self, session: DraftSession, count: int) -> DraftRows:
         text = session.text
         end = session.kv_len + count
-        draws = end == len(text) and session.proposal_due
+        draw = None
+        if end == len(text) and session.proposal_due:
+            draw = Draw(
+                session.sampling,
+                position=end,
+                prefix_hash=text.hashes[end],
+                text=text.tokens,
+                allowed=sessions.allowed(session),
+            )
         return DraftRows(
             tokens=text.tokens[session.kv_len : end],
             start=session.kv_len,
             block_table=tuple(session.blocks),
-            draw=Draw(session.sampling, position=end, prefix_hash=text.hashes[end]) if draws else None,
+            draw=draw,
         )
 
     def _take(self, session: DraftSession, rows: DraftRows, result: Drafted) -> None:

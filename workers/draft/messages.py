@@ -135,7 +135,10 @@ def event_to_wire(event: Event) -> draft_pb2.SessionResponse:
 def _open_from_wire(address: Address, message: draft_pb2.Open) -> Open | Refuse:
     if message.sampling.verifier not in list(Verifier):
         return Refuse(address, f"sampling.verifier is {message.sampling.verifier}, which this draft does not know")
-    sampling = sampling_from_wire(message.sampling)
+    try:
+        sampling = sampling_from_wire(message.sampling)
+    except ValueError as error:
+        return Refuse(address, f"sampling is not understood: {error}")
     why = sampling_fault(sampling)
     if why is not None:
         return Refuse(address, why)

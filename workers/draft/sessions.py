@@ -9,13 +9,21 @@ on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from outrider.controls import by_name
 from outrider.core.prefix import HashedTokens, hash_tokens
 from outrider.core.proposal import Proposal, SparseRow
 from outrider.core.sampling import Sampling
+from outrider.grammar import GrammarError, Matcher
 from outrider.workers.draft.messages import Address
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,6 +42,7 @@ class DraftSession:
         committed_at: when the last commit came, in seconds.
         last_step: the worker's step that last ran rows of it.
         invalid_rounds: rounds in a row whose proposal was cut by a row that is not finite.
+        matcher: follows the text through the sampling's grammar, once that is compiled; None without a grammar.
     """
 
     address: Address
@@ -50,10 +59,36 @@ class DraftSession:
     committed_at: float = 0.0
     last_step: int = -1
     invalid_rounds: int = 0
+    matcher: Future[Matcher] | None = None
 
     @property
     def num_drafted(self) -> int:
         return len(self.text) - self.num_committed
+
+
+def applicable(sampling: Sampling, vocab_size: int) -> Sampling:
+    """The settings without the controls that this draft cannot apply: that costs acceptance, and never the session."""
+    usable = tuple(
+        (name, value)
+        for name, value in sampling.controls
+        if (control := by_name(name)) is not None and control.fault(value, vocab_size) is None
+    )
+    return sampling if usable == sampling.controls else replace(sampling, controls=usable)
+
+
+def allowed(session: DraftSession) -> np.ndarray | None:
+    """What the grammar allows behind the session's text, [vocab_size] bool; None where nobody can say.
+
+    That is so without a grammar, until the grammar is compiled, for one that does not compile here, and behind drafted
+    tokens that left it (which were drafted before it was compiled).
+    """
+    if session.matcher is None or not session.matcher.done() or session.matcher.exception() is not None:
+        return None
+    try:
+        return session.matcher.result().allowed(session.text.tokens[session.sampling.prompt_len :])[0]
+    except GrammarError as error:
+        logger.debug("session %s drafts without its grammar: %s", session.address, error)
+        return None
 
 
 def commit(session: DraftSession, base_len: int, tokens: Sequence[int], text_hash: int | None) -> int | None:

@@ -49,9 +49,11 @@ class DraftWorker:
 
         Raises ``ConfigError`` for a model that cannot be loaded, ``Unavailable`` if address or Redis cannot be used.
         """
+        from outrider.grammar import GrammarCompiler
         from outrider.workers.drafters.model import ModelDrafter
         from outrider.workers.engine.engine import Engine
         from outrider.workers.engine.parallel import Parallel
+        from outrider.workers.matchers import MatcherMaker
 
         config = self._config
         engine = Engine(config, Parallel.single())
@@ -62,6 +64,7 @@ class DraftWorker:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_tokens=config.max_num_tokens,
             catch_up_rows=catch_up_rows,
+            matcher_maker=MatcherMaker(GrammarCompiler(config.model, drafter.vocab_size, engine.end_token_ids)),
         )
         hello = draft_pb2.DraftHello(
             draft_id=self._draft_id,

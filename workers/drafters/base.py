@@ -10,17 +10,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from outrider.core.proposal import SparseRow
 from outrider.core.sampling import Sampling
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Asks for the token that follows a session's last row."""
+    """Asks for the token that follows a session's last row.
+
+    Attributes:
+        position: of the token to draw, in prompt + output.
+        prefix_hash: of all tokens before it.
+        text: those tokens, the drafted ones among them, or more; valid while the step runs.
+        allowed: [vocab_size] bool, what the grammar allows; None for no grammar, or one that the draft cannot follow
+            here. That costs acceptance only: the target masks its own rows.
+    """
 
     sampling: Sampling
-    position: int  # of the token to draw, in prompt + output
-    prefix_hash: int  # of all tokens before it
+    position: int
+    prefix_hash: int
+    text: Sequence[int] = ()
+    allowed: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from outrider.core.proposal import SparseRow
-from outrider.kernels.reference.draft import draw_rows
+from outrider.kernels.batched.data import Ask
+from outrider.kernels.batched.draft import draw as draw_rows
 from outrider.workers.drafters.base import Drafted, DraftRows, Draw
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
@@ -51,37 +52,24 @@ class ModelDrafter:
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw], top_m: int) -> list[Drafted]:
-    """One token for each row of logits [n, vocab_size] float32, as ``draws`` ask."""
-    groups: dict[tuple[float, int, float, str, int], list[int]] = {}
-    for row, draw in enumerate(draws):
-        sampling = draw.sampling
-        # Rows with filters go alone: together each would be computed on all tokens that any of them keeps.
-        alone = row if sampling.top_k or sampling.top_p < 1.0 else -1
-        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.verifier.label, alone)
-        groups.setdefault(settings, []).append(row)
-    results = [Drafted()] * len(draws)
-    for (temperature, top_k, top_p, verifier, _), rows in groups.items():
-        members = [draws[row] for row in rows]
-        drawn = draw_rows(
-            logits[rows],
-            [draw.position for draw in members],
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seeds=[draw.sampling.seed for draw in members],
-            choices=[draw.sampling.choice for draw in members],
-            verifier=verifier,
-            prefix_hashes=[draw.prefix_hash for draw in members],
-            top_m=top_m,
+    """One token for each row of logits [n, vocab_size] float32, as ``draws`` ask, each with settings of its own."""
+    asks = [
+        Ask(
+            sampling=draw.sampling,
+            position=draw.position,
+            prefix_hash=draw.prefix_hash,
+            text=draw.text,
+            allowed=None if draw.allowed is None else torch.from_numpy(draw.allowed).to(logits.device),
         )
-        for index, (row, token) in enumerate(zip(rows, drawn.tokens.tolist(), strict=True)):
-            if token < 0:
-                results[row] = Drafted(invalid=True)
-            elif drawn.token_ids is None or drawn.probs is None:
-                results[row] = Drafted(tokens=(token,))
-            else:
-                positive = drawn.probs[index] > 0
-                ids = drawn.token_ids[index, positive].cpu().numpy()
-                probs = drawn.probs[index, positive].cpu().numpy()
-                results[row] = Drafted(tokens=(token,), rows=(SparseRow(ids, probs),))
+        for draw in draws
+    ]
+    results: list[Drafted] = []
+    for drawn in draw_rows(logits, asks, top_m=top_m):
+        if drawn is None:
+            results.append(Drafted(invalid=True))
+        elif drawn.token_ids is None or drawn.probs is None:
+            results.append(Drafted(tokens=(drawn.token,)))
+        else:
+            row = SparseRow(drawn.token_ids.cpu().numpy(), drawn.probs.cpu().numpy())
+            results.append(Drafted(tokens=(drawn.token,), rows=(row,)))
     return results
