@@ -12,7 +12,8 @@ most one of a thousand checks (Bonferroni; ``rejected`` names the guilty by Holm
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -32,22 +33,30 @@ FREEDOM = len(BIN_EDGES) - 2
 
 
 def family(evidence: Evidence, num_speculative_tokens: int) -> dict[str, float]:
-    """p-values by the names of the tests. With speculation, also for tokens at chosen places in their rounds: a fault
-    that touches only the rows behind a whole accepted block, or only the first rows, shows there at full size."""
-    p_values = {f"u by {order}": uniform_test(u) for order, u in evidence.u.items()}
-    p_values |= {f"u by {order}, largest gap": gap_test(u) for order, u in evidence.u.items()}
-    p_values |= {f"cells of {name}": cells_test(cells) for name, cells in evidence.cells.items()}
-    p_values["likelihood"] = likelihood_test(evidence)
-    p_values["rarest token"] = rarest_test(evidence.tail)
-    p_values["neighbours in a text"] = neighbours_test(evidence)
-    p_values["texts of one prompt"] = siblings_test(evidence)
+    """p-values by the names of the tests."""
+    return {name: test() for name, test in named_tests(evidence, num_speculative_tokens).items()}
+
+
+def named_tests(evidence: Evidence, num_speculative_tokens: int) -> dict[str, Callable[[], float]]:
+    """The tests by their names. With speculation, also for tokens at chosen places in their rounds: a fault that
+    touches only the rows behind a whole accepted block, or only the first rows, shows there at full size."""
+    made: dict[str, Callable[[], float]] = {}
+    for name, cells in evidence.cells.items():
+        made[f"cells of {name}"] = partial(cells_test, cells)
+    for order, u in evidence.u.items():
+        made[f"u by {order}"] = partial(uniform_test, u)
+        made[f"u by {order}, largest gap"] = partial(gap_test, u)
+    made["likelihood"] = partial(likelihood_test, evidence)
+    made["rarest token"] = partial(rarest_test, evidence.tail)
+    made["neighbours in a text"] = partial(neighbours_test, evidence)
+    made["texts of one prompt"] = partial(siblings_test, evidence)
     if num_speculative_tokens > 0:
         for name, chosen in places(evidence.place, num_speculative_tokens).items():
             part = evidence.where(chosen)
-            p_values[f"u, {name}"] = uniform_test(part.u["likelihood"])
-            p_values[f"cells of rank, {name}"] = cells_test(part.cells["rank"])
-            p_values[f"cells of repeats, {name}"] = cells_test(part.cells["repeats"])
-    return p_values
+            made[f"u, {name}"] = partial(uniform_test, part.u["likelihood"])
+            made[f"cells of rank, {name}"] = partial(cells_test, part.cells["rank"])
+            made[f"cells of repeats, {name}"] = partial(cells_test, part.cells["repeats"])
+    return made
 
 
 def places(place: np.ndarray, num_speculative_tokens: int) -> dict[str, np.ndarray]:

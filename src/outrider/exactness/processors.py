@@ -179,6 +179,7 @@ def _typical(scores: Tensor, mass: Tensor, shift: Tensor) -> Tensor:
     ordered, order = distance.sort(dim=-1)
     upto = log_probs.exp().gather(1, order).cumsum(dim=-1)
     last = (upto < mass).sum(dim=-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
-    kept = distance <= ordered.gather(1, last) + shift
+    behind = torch.nn.functional.pad(ordered, (0, 1), value=torch.inf).gather(1, last + 1)
+    kept = torch.where(shift >= 0, distance <= ordered.gather(1, last) + shift, distance < behind + shift)
     kept.scatter_(1, order[:, :1], True)
     return kept & ~torch.isneginf(scores)
