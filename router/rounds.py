@@ -99,7 +99,8 @@ def counted(
 ) -> SpeculationStats:
     """The statistics after a round. Where the text ends inside the block, nothing behind its end is counted.
 
-    (Of forced tokens a result tells no places: as many count as may lie before the end.)
+    A result tells no places of forced tokens: of those of a block that was cut, as many count as may lie before the
+    cut, where every token was accepted.
     """
     stats = replace(
         stats,
@@ -110,6 +111,8 @@ def counted(
         return stats
     accepted = min(result.num_accepted, num_kept)
     verified = num_verified(proposal, len(result.committed), num_kept)
+    forced_accepted = min(result.num_forced_accepted, accepted)
+    forced = result.num_forced_tokens if num_kept == len(result.committed) else forced_accepted
     histogram = list(stats.acceptance_histogram)
     histogram.extend([0] * (accepted + 1 - len(histogram)))
     histogram[accepted] += 1
@@ -121,8 +124,8 @@ def counted(
         num_accepted_tokens=stats.num_accepted_tokens + accepted,
         acceptance_histogram=tuple(histogram),
         probability_bytes=stats.probability_bytes + sum(row.num_bytes for row in proposal.rows),
-        num_forced_tokens=stats.num_forced_tokens + min(result.num_forced_tokens, verified),
-        num_forced_accepted=stats.num_forced_accepted + min(result.num_forced_accepted, accepted),
+        num_forced_tokens=stats.num_forced_tokens + forced,
+        num_forced_accepted=stats.num_forced_accepted + forced_accepted,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 
@@ -16,10 +17,16 @@ from outrider.client import AsyncClient
 from outrider.cluster.config import ClusterConfig, parse_config
 from outrider.cluster.redis_server import RedisServer
 from outrider.cluster.registry import Registry
+from outrider.router.frontend import Frontend
+from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group import GroupSettings
+from outrider.router.group_service import RemoteGroup
+from outrider.router.sampling_params import Defaults
 from outrider.router.server import RouterServer
+from outrider.router.tokenizer import TextTokenizer
 from outrider.testing import StandInDraft, StandInTarget, ToyModel, write_toy_model
 from outrider.testing.toy import toy_fingerprint
+from outrider.v1 import generation_pb2_grpc
 
 NUMBERS = itertools.count()
 TIMES = GroupSettings(step_timeout_s=5.0, attach_timeout_s=2.0, grace_s=1.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
@@ -72,6 +79,7 @@ class World:
     async def target(self, model: ToyModel | None = None, **options: Any) -> StandInTarget:
         """A running, registered target."""
         options.setdefault("fingerprint", self.fingerprint)
+        options.setdefault("model_dir", self.folder)
         target = await self.stack.enter_async_context(StandInTarget(model or ToyModel(), **options))
         self.announce("target", target.group_id, target.record())
         return target
@@ -92,6 +100,20 @@ class World:
         if wait:
             await until(lambda: server.group.is_attached, "the router attaches")
         return server
+
+    async def remote_frontend(self, server: RouterServer) -> AsyncClient:
+        """A client of a frontend that reaches the router's group as one in another process does."""
+        owner, tokenizer = RemoteGroup(server.address), TextTokenizer(self.folder)
+        self.stack.push_async_callback(owner.aclose)
+        grammars = GrammarDoor(self.folder, tokenizer)
+        self.stack.callback(grammars.close)
+        listener = grpc.aio.server()
+        frontend = Frontend(owner, tokenizer, grammars, Defaults(), default_timeout_s=20.0)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(frontend, listener)
+        address = f"127.0.0.1:{listener.add_insecure_port('127.0.0.1:0')}"
+        await listener.start()
+        self.stack.push_async_callback(listener.stop, None)
+        return await self.stack.enter_async_context(AsyncClient(address, timeout=20.0))
 
     async def client(self, server: RouterServer, timeout: float = 20.0) -> AsyncClient:
         return await self.stack.enter_async_context(AsyncClient(server.address, timeout=timeout))

@@ -53,6 +53,19 @@ def adding(name: str, *values: Any) -> Any:
     return lambda request: getattr(request, name).extend(values)
 
 
+def control(name: str, value: str) -> Any:
+    return lambda request: request.sampling.controls.update({name: value})
+
+
+def setting_of_sampling(name: str, value: Any) -> Any:
+    return lambda request: setattr(request.sampling, name, value)
+
+
+def ignoring_eos_with_a_grammar(request: group_pb2.SubmitRequest) -> None:
+    request.sampling.grammar.regex = "a"
+    request.ignore_eos = True
+
+
 BAD = [
     (sampling(temperature=float("nan")), "sampling.temperature"),
     (sampling(temperature=float("inf")), "sampling.temperature"),
@@ -80,6 +93,12 @@ BAD = [
     (lambda request: request.token_ids.ids.extend([2**32 - 1]), "token_ids.ids[0]"),
     (lambda request: request.chat.SetInParent(), "chat.messages"),
     (lambda request: request.chat.messages.add(content="hi"), "chat.messages[0].role"),
+    (sampling(logprobs=21), "sampling.logprobs"),
+    (sampling(min_p=1.5), "sampling.min_p"),
+    (sampling(logit_bias={258: 1.0}), "sampling.logit_bias[258]"),
+    (sampling(min_tokens=504), "sampling.min_tokens"),
+    (sampling(grammar=common_pb2.Grammar(regex="(")), "sampling.grammar.regex"),
+    (setting("n", 65), "n"),
     (setting("request_id", "x" * 129), "request_id"),
     (setting("request_id", "a\nb"), "request_id"),
 ]
@@ -186,6 +205,27 @@ BAD_SUBMITS = [
     (adding("stop", ""), "stop[0]"),
     (adding("stop_token_ids", 258), "stop_token_ids[0]"),
     (setting("request_id", "a\nb"), "request_id"),
+    (setting_of_sampling("choice", 1), "sampling.choice"),
+    (setting_of_sampling("logprobs", 21), "sampling.logprobs"),
+    (setting_of_sampling("prompt_logprobs", 2**31), "sampling.prompt_logprobs"),
+    (setting_of_sampling("logprobs_mode", 9), "sampling.logprobs_mode"),
+    (control("min_p", "2.0"), "sampling.controls['min_p']"),
+    (control("min_p", "NaN"), "sampling.controls['min_p']"),
+    (control("min_p", '"much"'), "sampling.controls['min_p']"),
+    (control("logit_bias", "[[258, 1.0]]"), "sampling.controls['logit_bias']"),
+    (control("logit_bias", "7"), "sampling.controls['logit_bias']"),
+    (control("bad_words", "[[300]]"), "sampling.controls['bad_words']"),
+    (control("min_tokens", "3"), "sampling.controls['min_tokens']"),
+    (control("nonesuch", "1"), "sampling.controls['nonesuch']"),
+    (control("min_p", "no JSON"), "sampling.controls"),
+    (control("min_p", "[" * 100_000), "sampling.controls"),
+    (lambda request: request.sampling.grammar.SetInParent(), "sampling.grammar"),
+    (lambda request: setattr(request.sampling.grammar, "regex", "("), "sampling.grammar.regex"),
+    (ignoring_eos_with_a_grammar, "ignore_eos"),
+    (lambda request: (setattr(request, "max_tokens", 3), setattr(request, "min_tokens", 4)), "sampling.min_tokens"),
+    (setting("min_tokens", 2**32 - 1), "sampling.min_tokens"),
+    (setting("num_choices", 65), "num_choices"),
+    (setting("num_choices", 2), "num_choices"),  # at temperature 0
 ]
 
 
@@ -196,7 +236,7 @@ async def test_every_bad_submit_is_refused_by_the_name_of_its_field(world: Any) 
     remote = RemoteGroup(server.address)
     try:
         for change, field in BAD_SUBMITS:
-            request = submit_to_wire(new_request("bad"), 0.0)
+            request = submit_to_wire(new_request("bad", eos_token_ids=frozenset([256])), 0.0)
             change(request)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await remote._stub.Submit(request, timeout=10)
