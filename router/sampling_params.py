@@ -15,7 +15,7 @@ from outrider.core.errors import InvalidRequest
 from outrider.core.grammar import Grammar
 from outrider.core.sampling import Sampling, Verifier
 from outrider.core.wire import grammar_from_wire
-from outrider.router.limits import check_sampling, checked_logprobs_mode, checked_verifier
+from outrider.router.limits import SHOWN, check_sampling, checked_logprobs_mode, checked_verifier
 from outrider.v1 import common_pb2, generation_pb2
 
 CheckGrammar = Callable[[Grammar], None]
@@ -70,12 +70,20 @@ class GivenControls:
 
 
 def given_controls(params: generation_pb2.SamplingParams) -> GivenControls:
-    """Every control that the message sets: by a field of its name, or in the map."""
+    """Every control that the message sets: by a field of its name, or in the map.
+
+    Raises ``InvalidRequest`` for a name that is too long to be one, or to be repeated.
+    """
     fields = {}
     for control in CONTROLS:
         descriptor = params.DESCRIPTOR.fields_by_name.get(control.name)
         if descriptor is not None and _is_given(params, descriptor):
             fields[control.name] = _field_value(getattr(params, control.name))
+    for name in params.controls:
+        if len(name) > SHOWN:
+            raise InvalidRequest(
+                "sampling.controls", f"{name[:SHOWN]}...", "an object whose names are those of controls"
+            )
     others = {name: json_of_value(params.controls[name]) for name in sorted(params.controls)}
     return GivenControls(fields, others)
 

@@ -81,6 +81,10 @@ def _sampling(message: common_pb2.Sampling, vocab_size: int) -> Sampling:
         raise InvalidRequest("sampling.controls", "what it is", f"JSON ({error})") from error
     check_sampling(sampling)
     for name, value in sampling.controls:
+        if len(name) > SHOWN:
+            raise InvalidRequest(
+                "sampling.controls", f"{name[:SHOWN]}...", "an object whose names are those of controls"
+            )
         control = by_name(name)
         fault = "is not known here" if control is None else control.fault(value, vocab_size)
         if fault is not None:

@@ -14,6 +14,8 @@
     └── GroupError          a target group cannot go on
 """
 
+MAX_SHOWN = 200  # characters of a bad value that an error repeats
+
 
 class OutriderError(Exception):
     """Base of all errors of Outrider. ``str(error)`` is one line that says what is wrong and what to do."""
@@ -32,7 +34,9 @@ class InvalidRequest(OutriderError):
         self.field = field
         self.value = value
         self.limit = limit
-        super().__init__(f"{field} is {value!r}, but must be {limit}")
+        shown = repr(value)
+        shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+        super().__init__(f"{field} is {shown}, but must be {limit}")
 
 
 class Overloaded(OutriderError):

@@ -52,9 +52,9 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
     status = status_pb2.Status(code=_CODES[kind] if kind else code_pb2.UNKNOWN, message=_one_line(error))
     info = error_details_pb2.ErrorInfo(reason=(kind or OutriderError).__name__, domain=DOMAIN)
     if isinstance(error, InvalidRequest):
-        info.metadata.update(field=error.field, value=_cut(repr(error.value)), limit=_cut(error.limit))
+        info.metadata.update(field=_cut(error.field), value=_cut(repr(error.value)), limit=_cut(error.limit))
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=_cut(f"must be {error.limit}")
+            field=_cut(error.field), description=_cut(f"must be {error.limit}")
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     status.details.add().Pack(info)

@@ -97,6 +97,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str, Any, str]] = [
     ({"banned_token_ids": [258]}, "banned_token_ids[0]", 258, VOCABULARY),
     ({"bad_words": ["fine", ""]}, "bad_words[1]", "", "not empty"),
     ({"controls": {"nonesuch": 1}}, "controls['nonesuch']", 1, "the controls are "),
+    ({"controls": {"x" * 5000: 1}}, "controls", "x" * 60 + "...", "names are those of controls"),
     ({"controls": {"temperature": 1}}, "controls['temperature']", 1, "the controls are "),
     ({"controls": {"min_p": 2}}, "controls['min_p']", 2, "from 0 to 1"),
     ({"controls": {"min_p": NAN}}, "controls['min_p']", NAN, "from 0 to 1"),
@@ -250,3 +251,10 @@ def test_what_was_admitted_reaches_the_owner_of_a_group_unchanged(tokenizer: Tex
     assert submit_from_wire(submit_to_wire(admitted, 0.0), tokenizer, 0.0) == admitted
     ignoring = take(tokenizer, ignore_eos=True).request
     assert submit_from_wire(submit_to_wire(ignoring, 0.0), tokenizer, 0.0) == ignoring
+
+
+def test_a_long_value_is_repeated_in_part(tokenizer: TextTokenizer) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"sampling.controls\['min_p'\] is \[0, 0, .{150,200}\.\.\., but must be a number"
+    ):
+        take(tokenizer, sampling={"controls": {"min_p": [0] * 1000}})
