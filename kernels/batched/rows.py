@@ -9,7 +9,7 @@ numbers do not depend, to the last bit, on the rows beside it. Where anything wa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -86,7 +86,8 @@ def processed(logits: Tensor, rows: Sequence[Row], *, may_change: bool) -> Proce
         logits = logits if may_change else logits.clone()
         masked = [i for i in touched if rows[i].allowed is not None]
         if masked:
-            _edit(logits, masked, lambda part: _mask(part, [rows[i].allowed for i in masked]))
+            allowed = torch.stack([mask for row in rows if (mask := row.allowed) is not None])
+            _edit(logits, masked, lambda part: part.masked_fill_(~allowed.to(part.device), -math.inf))
         _apply(Stage.LOGITS, logits, None, rows, range(len(rows)))
         highest = logits.amax(dim=-1)
         valid = valid & ~(highest.isnan() | highest.isposinf())
@@ -207,18 +208,12 @@ def _apply_one(control: Control, scores: Tensor, token_ids: Tensor | None, rows:
     control.apply(scores, token_ids, [row.controls[control.name] for row in rows], [row.text for row in rows])
 
 
-def _edit(values: Tensor, members: Sequence[int], change: Callable[[Tensor], None]) -> None:
+def _edit(values: Tensor, members: Sequence[int], change: Callable[[Tensor], object]) -> None:
     """Change rows of a tensor in place, members ascending."""
     part = take(values, members)
     change(part)
     if not _are_neighbours(members):
         values[list(members)] = part
-
-
-def _mask(logits: Tensor, allowed: Iterable[Tensor | None]) -> None:
-    for row, mask in zip(logits, allowed, strict=True):
-        if mask is not None:
-            row.masked_fill_(~mask.to(row.device, non_blocking=True), -math.inf)
 
 
 def _are_neighbours(members: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import Control, Facts, RowText, Stage, checked_token_ids
+from outrider.controls.indices import row_entries
 from outrider.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class AllowedTokenIds(Control):
         return kept
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        for row, value in zip(scores, values, strict=True):
-            tokens = list(value)
-            kept = row[tokens]
-            row.fill_(-math.inf)
-            row[tokens] = kept
+        entries = row_entries(values)
+        kept = scores[entries]
+        scores.fill_(-math.inf)
+        scores[entries] = kept

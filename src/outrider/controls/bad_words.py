@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import Control, Facts, RowText, Stage, checked_token_ids
+from outrider.controls.indices import row_entries
 from outrider.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -68,12 +69,7 @@ class BadWords(Control):
         return row
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        rows: list[int] = []
-        tokens: list[int] = []
-        for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-            excluded = _excluded(value, text)
-            rows += [row] * len(excluded)
-            tokens += excluded
+        rows, tokens = row_entries([_excluded(value, text) for value, text in zip(values, texts, strict=True)])
         if tokens:
             scores[rows, tokens] = -math.inf
 

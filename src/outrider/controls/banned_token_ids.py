@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import Control, Facts, RowText, Stage, checked_token_ids
+from outrider.controls.indices import row_entries
 from outrider.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -42,5 +43,4 @@ class BannedTokenIds(Control):
         return row
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        for row, value in zip(scores, values, strict=True):
-            row[list(value)] = -math.inf
+        scores[row_entries(values)] = -math.inf

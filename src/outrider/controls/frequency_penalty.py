@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import NumberControl, RowText, Stage
-from outrider.controls.text_rows import output_counts
+from outrider.controls.indices import output_counts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import Control, Facts, RowText, Stage, checked_token_id
+from outrider.controls.indices import row_entries
 from outrider.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -57,6 +58,5 @@ class LogitBias(Control):
         return row
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        for row, value in zip(scores, values, strict=True):
-            tokens, biases = zip(*value, strict=True)
-            row[list(tokens)] += row.new_tensor(biases)
+        rows, tokens = row_entries([[token for token, _ in value] for value in values])
+        scores[rows, tokens] += scores.new_tensor([bias for value in values for _, bias in value])

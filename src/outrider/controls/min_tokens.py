@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import Control, Facts, RowText, Stage, checked_token_ids
+from outrider.controls.indices import row_entries
 from outrider.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -61,9 +62,11 @@ class MinTokens(Control):
         return without if without.max() > -math.inf else row
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        for row, (number, ends), text in zip(scores, values, texts, strict=True):
-            if text.output_len < number:
-                tokens = list(ends)
-                old = row[tokens]
-                row[tokens] = -math.inf
-                row[tokens] = old.where(row.amax() == -math.inf, row[tokens])
+        rows, tokens = row_entries(
+            [ends if text.output_len < number else () for (number, ends), text in zip(values, texts, strict=True)]
+        )
+        if tokens:
+            old = scores[rows, tokens]
+            scores[rows, tokens] = -math.inf
+            is_empty = scores.amax(dim=-1)[rows] == -math.inf
+            scores[rows, tokens] = old.masked_fill(~is_empty, -math.inf)

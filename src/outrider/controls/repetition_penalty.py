@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import NumberControl, RowText, Stage
-from outrider.controls.text_rows import token_matrix
+from outrider.controls.indices import token_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""The tokens before each of n rows as a tensor, for the controls that look at them. No control by itself."""
+"""Lists of tokens, one for each of n rows, as indices: for the controls that touch few tokens. No control by itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from outrider.controls.base import RowText
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def row_entries(tokens: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Rows and columns of the entries that n lists of tokens name."""
+    rows = [row for row, some in enumerate(tokens) for _ in some]
+    return rows, [token for some in tokens for token in some]
 
 
 def token_matrix(scores: Tensor, texts: Sequence[RowText], *, output_only: bool) -> tuple[Tensor, Tensor] | None:
