@@ -23,10 +23,13 @@ import torch
 
 from outrider.cluster.config import TargetConfig
 from outrider.core.block_pool import BlockPool
+from outrider.core.logprobs import TokenLogprobs
 from outrider.core.plan import GroupInfo, SequencePlan, SequenceResult, StepPlan, StepResult
 from outrider.core.sampling import Sampling
 from outrider.core.wire import group_info_from_wire, plan_to_wire, result_from_wire
-from outrider.kernels.reference.verify import Verdict, verify_chain
+from outrider.grammar import Matcher
+from outrider.kernels.batched.data import Chain, Outcome
+from outrider.kernels.reference.chain import verify_one
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
@@ -231,6 +234,33 @@ class Client:
         self._channel.close()
 
 
+class Steps:
+    """Numbers the plans of one stream and commits what comes back."""
+
+    def __init__(self, client: Client, world_size: int) -> None:
+        self.client = client
+        self.world_size = world_size
+        self.step = 0
+
+    def run(self, *plans: tuple[Sequence, SequencePlan], released: tuple[int, ...] = ()) -> StepResult:
+        result = self.ask(*(plan for _, plan in plans), released=released)
+        timing = result.timing
+        assert 0 < timing.forward_ms < timing.total_ms
+        assert timing.plan_ms + timing.forward_ms + timing.verify_ms == pytest.approx(timing.total_ms, abs=0.01)
+        for (sequence, sequence_plan), answer in zip(plans, result.sequences, strict=True):
+            sequence.take(sequence_plan, answer)
+        return result
+
+    def ask(self, *plans: SequencePlan, released: tuple[int, ...] = ()) -> StepResult:
+        """The same without committing."""
+        self.step += 1
+        result = self.client.run(StepPlan(self.client.epoch, self.step, plans, released))
+        assert result.step == self.step
+        assert [report.rank for report in result.ranks] == list(range(self.world_size))
+        assert len({(report.num_sequences, report.committed_checksum) for report in result.ranks}) == 1
+        return result
+
+
 class Sequence:
     """A scripted request: what is committed, and what the group holds of it."""
 
@@ -246,6 +276,14 @@ class Sequence:
         self.pool = pool
         self._sent = 0  # blocks that the group knows
         self.accepted: list[tuple[int, int]] = []  # (proposed, accepted) of each round
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    def share(self, other: Sequence, num_committed: int) -> None:
+        """Start on the full blocks of the first positions of another sequence."""
+        assert self.tokens[:num_committed] == other.tokens[:num_committed]
+        self.blocks = self.pool.fork(other.blocks, num_committed)
+        self.kv_len = len(self.blocks) * self.pool.block_size
 
     def plan(
         self, *, chunk: int | None = None, proposal: tuple[int, ...] = (), rows: tuple[Any, ...] = ()
@@ -257,6 +295,10 @@ class Sequence:
         k = len(proposal) if last else 0
         extra = self.pool.blocks_for(self.kv_len + len(tokens)) - len(self.blocks)
         self.blocks += self.pool.allocate(max(extra, 0))
+        scored: tuple[int, ...] = ()
+        if self.sampling.prompt_logprobs is not None:
+            scored = tuple(self.tokens[self.kv_len + 1 : min(self.kv_len + len(tokens) + 1 - k, self.prompt_len)])
+        is_first = self._sent == 0
         plan = SequencePlan(
             seq_id=self.seq_id,
             generation=self.generation,
@@ -266,8 +308,10 @@ class Sequence:
             block_append=tuple(self.blocks[self._sent :]),
             num_proposal_tokens=k,
             draft_rows=rows if last else (),
-            logits_rows=tuple(range(len(tokens) - k - 1, len(tokens))) if last else (),
-            sampling=self.sampling if self._sent == 0 else None,
+            logits_rows=tuple(range(0 if scored else len(tokens) - k - 1, len(tokens))) if last or scored else (),
+            sampling=self.sampling if is_first else None,
+            scored_tokens=scored,
+            prefix_tokens=tuple(self.tokens[: self.kv_len]) if is_first else (),
         )
         self._sent = len(self.blocks)
         return plan
@@ -277,7 +321,11 @@ class Sequence:
         assert (result.seq_id, result.generation) == (self.seq_id, self.generation)
         assert result.error is None, result.error_message
         own = len(plan.tokens) - plan.num_proposal_tokens
-        if plan.logits_rows:
+        self.logprobs += result.logprobs
+        self.prompt_logprobs += result.prompt_logprobs
+        assert len(result.logprobs) == (len(result.committed) if self.sampling.logprobs is not None else 0)
+        assert len(result.prompt_logprobs) == len(plan.scored_tokens)
+        if plan.verified_rows:
             assert len(result.committed) == result.num_accepted + 1
             assert result.committed[:-1] == plan.tokens[own : own + result.num_accepted]
             self.accepted.append((plan.num_proposal_tokens, result.num_accepted))
@@ -312,28 +360,35 @@ class Oracle:
             parts.append(self.engine.forward([SequenceRows(part, start, table, rows)]))
         return self.engine.local_logits(torch.cat(parts))
 
-    def verdict(
-        self, tokens: list[int], proposal: tuple[int, ...], rows: tuple[Any, ...], sampling: Sampling
-    ) -> Verdict:
-        """What a round on top of ``tokens`` has to commit."""
-        return verify_chain(
-            self.logits([*tokens, *proposal], len(proposal) + 1),
-            proposal,
-            [(torch.from_numpy(row.token_ids), torch.from_numpy(row.probs)) for row in rows] or None,
-            first_position=len(tokens),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            choice=sampling.choice,
-            verifier=sampling.verifier.label,
+    def outcome(
+        self,
+        tokens: list[int],
+        proposal: tuple[int, ...],
+        rows: tuple[Any, ...],
+        sampling: Sampling,
+        matcher: Matcher | None = None,
+    ) -> Outcome:
+        """What a round on top of ``tokens`` has to commit. ``matcher``: of the sampling's grammar, if it has one."""
+        allowed = None if matcher is None else matcher.allowed(tokens[sampling.prompt_len :], proposal)
+        return verify_one(
+            Chain(
+                logits=self.logits([*tokens, *proposal], len(proposal) + 1),
+                sampling=sampling,
+                first_position=len(tokens),
+                draft_tokens=proposal,
+                draft_rows=[(torch.from_numpy(row.token_ids), torch.from_numpy(row.probs)) for row in rows],
+                text=tokens,
+                allowed=None if allowed is None else torch.from_numpy(allowed),
+            )
         )
 
-    def plain(self, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
+    def plain(self, prompt: list[int], sampling: Sampling, count: int, matcher: Matcher | None = None) -> list[int]:
         """Plain decoding, one token after the other."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(self.verdict(tokens, (), (), sampling).next_token)
+            outcome = self.outcome(tokens, (), (), sampling, matcher)
+            assert outcome.error is None, outcome.error
+            tokens.append(outcome.next_token)
         return tokens[len(prompt) :]
 
 
@@ -356,6 +411,16 @@ def group_class() -> type[Group]:
 @pytest.fixture(scope="session")
 def client_class() -> type[Client]:
     return Client
+
+
+@pytest.fixture(scope="session")
+def steps_class() -> type[Steps]:
+    return Steps
+
+
+@pytest.fixture
+def steps(group: Group, client: Client) -> Steps:
+    return Steps(client, group.world_size)
 
 
 @pytest.fixture(scope="session")

@@ -157,12 +157,12 @@ def test_a_row_that_is_not_a_number_concerns_its_sequence(
         assert answers[item.seq_id].committed == ()
         assert "logits for position 3" in answers[item.seq_id].error_message
     for item in good:
-        expected = oracle.verdict([5, 6, 7], (), (), item.sampling).next_token
+        expected = oracle.outcome([5, 6, 7], (), (), item.sampling).next_token
         assert answers[item.seq_id].committed == (expected,), answers[item.seq_id].error_message
     heirs = [first(21 + i, (8, 9), sampling, (2 * i + 1,)) for i, sampling in enumerate(settings)]
     result = client.run(StepPlan(client.epoch, 2, tuple(heirs), released=tuple(item.seq_id for item in bad)))
     for item, answer in zip(heirs, result.sequences, strict=True):
-        assert answer.committed == (oracle.verdict([8, 9], (), (), item.sampling).next_token,)
+        assert answer.committed == (oracle.outcome([8, 9], (), (), item.sampling).next_token,)
     client.close()
     group.stop()
 
@@ -187,7 +187,7 @@ def test_a_rejected_row_is_not_looked_at(
         answer = client.run(StepPlan(client.epoch, step, (plan,))).sequences[0]
         assert answer.error is None
         assert answer.num_accepted == 0
-        assert answer.committed == (oracle_class(model).verdict([5, 6], (), (), sampling).next_token,)
+        assert answer.committed == (oracle_class(model).outcome([5, 6], (), (), sampling).next_token,)
 
 
 def test_ranks_with_different_models_do_not_start(model_dir: str, group_class: Any) -> None:

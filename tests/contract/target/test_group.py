@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.core.plan import SequenceError, SequencePlan, StepPlan, StepResult
+from outrider.core.plan import SequenceError, SequencePlan, StepPlan
 from outrider.core.proposal import SparseRow
 from outrider.core.sampling import Sampling, Verifier
 
@@ -26,34 +26,7 @@ SETTINGS = {
     "rejection-filtered": REJECTION_FILTERED,
 }
 NewSequence = Callable[..., Any]
-
-
-class Steps:
-    """Numbers the plans of one stream and commits what comes back."""
-
-    def __init__(self, client: Any, world_size: int) -> None:
-        self.client = client
-        self.world_size = world_size
-        self.step = 0
-
-    def run(self, *plans: tuple[Any, SequencePlan], released: tuple[int, ...] = ()) -> StepResult:
-        self.step += 1
-        plan = StepPlan(self.client.epoch, self.step, tuple(sequence_plan for _, sequence_plan in plans), released)
-        result: StepResult = self.client.run(plan)
-        assert result.step == self.step
-        assert [report.rank for report in result.ranks] == list(range(self.world_size))
-        assert len({(report.num_sequences, report.committed_checksum) for report in result.ranks}) == 1
-        timing = result.timing
-        assert 0 < timing.forward_ms < timing.total_ms
-        assert timing.plan_ms + timing.forward_ms + timing.verify_ms == pytest.approx(timing.total_ms, abs=0.01)
-        for (sequence, sequence_plan), answer in zip(plans, result.sequences, strict=True):
-            sequence.take(sequence_plan, answer)
-        return result
-
-
-@pytest.fixture
-def steps(group: Any, client: Any) -> Steps:
-    return Steps(client, group.world_size)
+Steps = Any
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:
@@ -150,7 +123,7 @@ def test_many_sequences_join_and_leave(steps: Steps, oracle: Any, new_sequence: 
                 plan = sequence.plan(chunk=5)
             else:
                 proposal, rows = propose(rng, oracle, sequence, rng.randint(0, 8), truths[sequence.seq_id])
-                expected[sequence.seq_id] = oracle.verdict(sequence.tokens, proposal, rows, sequence.sampling)
+                expected[sequence.seq_id] = oracle.outcome(sequence.tokens, proposal, rows, sequence.sampling)
                 plan = sequence.plan(proposal=proposal, rows=rows)
             room -= len(plan.tokens)
             assert room >= 0
@@ -217,7 +190,7 @@ def test_a_draft_row_that_is_no_distribution_counts_as_absent(
 ) -> None:
     """Case S9: the target's own token is used."""
     sequence = new_sequence([1, 2, 3], REJECTION)
-    own = oracle.verdict([1, 2, 3], (), (), REJECTION).next_token
+    own = oracle.outcome([1, 2, 3], (), (), REJECTION).next_token
     row = SparseRow(np.array([own, 9]), np.array(probs, dtype=np.float32))
     result = steps.run((sequence, sequence.plan(proposal=(own,), rows=(row,))))
     assert (result.sequences[0].num_accepted, result.sequences[0].committed) == (0, (own,))
