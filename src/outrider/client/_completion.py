@@ -265,7 +265,7 @@ class Completion:
             return {**shared, "choices": [choice.to_dict() for choice in self.choices]}
         parts = self.choices[0].to_dict()
         del parts["index"]
-        return {**parts, **shared}
+        return {"request_id": self.request_id, **parts, **shared}
 
 
 def percentile(values: Sequence[float], fraction: float) -> float | None:
