@@ -177,7 +177,7 @@ class SamplingParams(_message.Message):
     prompt_logprobs: _builtins.int
     """The same for the tokens of the prompt."""
     logprobs_mode: _common_pb2.LogprobsMode.ValueType
-    """Absent: raw."""
+    """Absent: raw. Those of the prompt are raw always."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of tokens."""
