@@ -37,7 +37,7 @@ class Controlled(Scenario):
     controls: tuple[tuple[str, Any], ...] = ()
     has_mask: bool = False
     vocab_size: int = 5
-    num_texts: int = 4000
+    num_texts: int = 2000
 
     @cached_property
     def outputs(self) -> list[tuple[int, ...]]:
@@ -197,7 +197,9 @@ _BANS = (("bad_words", ((1, 0, 2), (2, 4), (4,))), ("min_tokens", (2, (0,))))
 CONTROLLED = (
     Controlled("rejection-penalties", "rejection", 3, controls=_PENALTIES, model_seed=21),
     Controlled("coupled-penalties", "coupled", 3, controls=_PENALTIES, temperature=0.8, model_seed=22),
-    Controlled("rejection-repetition", "rejection", 3, controls=(("repetition_penalty", 4.0),), model_seed=23),
+    Controlled(
+        "rejection-repetition", "rejection", 1, controls=(("repetition_penalty", 4.0),), num_texts=4000, model_seed=23
+    ),
     Controlled("rejection-cuts", "rejection", 2, controls=_CUTS, top_m=3, model_seed=24),
     Controlled("coupled-cuts", "coupled", 2, controls=_CUTS, temperature=1.3, model_seed=25),
     Controlled("rejection-min-p", "rejection", 2, controls=(("min_p", 0.25),), model_seed=26),

@@ -42,6 +42,7 @@ import numpy as np
 import pytest
 
 from . import bugs
+from .controlled import CONTROLLED
 from .harness import LEVEL, MAX_TESTS, SCENARIOS, Decoder, Outcome, Scenario, Texts, check, judge
 
 PLANTED = [
@@ -120,6 +121,7 @@ def test_a_run_that_saw_no_rejection_or_no_proposal_is_unknown(verifier: str) ->
 
 
 def test_the_suite_makes_fewer_tests_than_its_false_alarm_rate_assumes() -> None:
-    per_run = max(scenario.length for scenario in SCENARIOS.values()) + 5
-    assert per_run * (len(SCENARIOS) + 3) < MAX_TESTS
+    scenarios = [*SCENARIOS.values(), *CONTROLLED]
+    per_run = max(scenario.length for scenario in scenarios) + 5
+    assert per_run * (len(scenarios) + 3) < MAX_TESTS
     assert MAX_TESTS * LEVEL <= 1e-3
