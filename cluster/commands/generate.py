@@ -57,7 +57,7 @@ def _generate(
         str | None,
         _option(
             "--logprobs-mode",
-            help="raw: of the model's own distribution (default); processed: of the one that is sampled from.",
+            help="Output's: raw, of the model's own distribution (default), or processed, of what is sampled from.",
             panel=ANSWER,
             metavar="TEXT",
         ),

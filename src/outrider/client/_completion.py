@@ -24,8 +24,7 @@ class TokenLogprob:
 
     Attributes:
         token: as text; bytes that are no character of their own are shown as U+FFFD.
-        logprob: None for the first token of a prompt, which nothing comes before; -inf for a token that the settings
-            exclude.
+        logprob: None for the first token of a prompt, which nothing comes before; -inf for a token that is excluded.
         rank: 1 for the most likely token; None where ``logprob`` is None.
         top: the most likely tokens in its place, most likely first; as many as were asked for.
     """

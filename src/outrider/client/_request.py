@@ -55,7 +55,8 @@ class Options(TypedDict, total=False):
         echo: tell the prompt's text too (``Completion.prompt_text``; a stream's texts start with it).
         logprobs: log-probabilities of the output's tokens, with that many most likely ones beside each.
         prompt_logprobs: the same for the prompt.
-        logprobs_mode: "raw" (the model's own, the default) or "processed" (after every control).
+        logprobs_mode: "raw" (the model's own, the default) or "processed" (of what is sampled from); those of the
+            prompt are raw always.
         num_speculative_tokens: proposed tokens for each round; 0 turns speculation off.
         request_id: yours; default: the server makes one.
         timeout: seconds that the whole request may take; default: the client's.
