@@ -44,7 +44,7 @@ class AllowedTokenIds(Control):
         return kept
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        entries = row_entries(values)
+        entries = row_entries(scores, values)
         kept = scores[entries]
         scores.fill_(-math.inf)
         scores[entries] = kept

@@ -69,9 +69,8 @@ class BadWords(Control):
         return row
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        rows, tokens = row_entries([_excluded(value, text) for value, text in zip(values, texts, strict=True)])
-        if tokens:
-            scores[rows, tokens] = -math.inf
+        excluded = [_excluded(value, text) for value, text in zip(values, texts, strict=True)]
+        scores[row_entries(scores, excluded)] = -math.inf
 
 
 def _excluded(sequences: Sequence[tuple[int, ...]], text: RowText) -> list[int]:

@@ -43,4 +43,4 @@ class BannedTokenIds(Control):
         return row
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        scores[row_entries(values)] = -math.inf
+        scores[row_entries(scores, values)] = -math.inf

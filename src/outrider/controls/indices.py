@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def row_entries(tokens: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Rows and columns of the entries that n lists of tokens name."""
+def row_entries(scores: Tensor, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Rows and columns, [m] int64 each, of the entries that n lists of tokens name."""
+    whole = scores.new_empty(0).long()
     rows = [row for row, some in enumerate(tokens) for _ in some]
-    return rows, [token for some in tokens for token in some]
+    return whole.new_tensor(rows), whole.new_tensor([token for some in tokens for token in some])
 
 
 def token_matrix(scores: Tensor, texts: Sequence[RowText], *, output_only: bool) -> tuple[Tensor, Tensor] | None:

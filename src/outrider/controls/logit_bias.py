@@ -58,5 +58,5 @@ class LogitBias(Control):
         return row
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        rows, tokens = row_entries([[token for token, _ in value] for value in values])
+        rows, tokens = row_entries(scores, [[token for token, _ in value] for value in values])
         scores[rows, tokens] += scores.new_tensor([bias for value in values for _, bias in value])

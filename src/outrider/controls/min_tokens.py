@@ -62,10 +62,10 @@ class MinTokens(Control):
         return without if without.max() > -math.inf else row
 
     def apply(self, scores: Tensor, token_ids: Tensor | None, values: Sequence[Any], texts: Sequence[RowText]) -> None:
-        rows, tokens = row_entries(
-            [ends if text.output_len < number else () for (number, ends), text in zip(values, texts, strict=True)]
-        )
-        if tokens:
+        pairs = zip(values, texts, strict=True)
+        excluded = [ends if text.output_len < number else () for (number, ends), text in pairs]
+        if any(excluded):
+            rows, tokens = row_entries(scores, excluded)
             old = scores[rows, tokens]
             scores[rows, tokens] = -math.inf
             is_empty = scores.amax(dim=-1)[rows] == -math.inf
