@@ -13,6 +13,7 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
+from outrider.core.end_tokens import end_token_ids
 from outrider.core.errors import ConfigError, InvalidRequest
 from outrider.core.fingerprint import vocab_fingerprint, vocab_size
 from outrider.router.text import IncrementalDetokenizer
@@ -49,7 +50,7 @@ class TextTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         settings = _read_json(folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
-        self.eos_token_ids = _eos_token_ids(folder, vocab, self._special_tokens)
+        self.eos_token_ids = end_token_ids(folder, vocab)
         self._template = _read_template(folder, settings)
         self._texts: dict[int, str] = {}
 
@@ -163,18 +164,6 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             tokens[name] = value
     return tokens
-
-
-def _eos_token_ids(folder: Path, vocab: Mapping[str, int], special_tokens: Mapping[str, str]) -> frozenset[int]:
-    """The first of generation_config.json, config.json and tokenizer_config.json that names any, like transformers."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
-        if isinstance(value, int):
-            return frozenset([value])
-        if isinstance(value, list) and value:
-            return frozenset(int(token_id) for token_id in value)
-    token_id = vocab.get(special_tokens.get("eos_token", ""))
-    return frozenset() if token_id is None else frozenset([token_id])
 
 
 def _read_template(folder: Path, settings: dict[str, Any]) -> jinja2.Template | None:
