@@ -50,12 +50,14 @@ def distribution(logits_row: Tensor, sampling: Sampling, text: RowText, allowed:
     if 0 < sampling.top_k < len(row):
         scores[ranking[sampling.top_k :]] = -math.inf
     if sampling.top_p < 1.0:
-        probs = torch.softmax(scores, dim=-1)
-        mass_before = 0.0
+        probs = torch.softmax(scores, dim=-1).tolist()
+        mass, num_kept = 0.0, 0
         for token in ranking.tolist():
-            if mass_before >= sampling.top_p:
-                scores[token] = -math.inf
-            mass_before += float(probs[token])
+            if mass >= sampling.top_p:
+                break
+            mass += probs[token]
+            num_kept += 1
+        scores[ranking[num_kept:]] = -math.inf
     for control, value in controls_of(sampling, Stage.WARP):
         scores = control.reference(scores, value, text)
     return torch.log_softmax(scores, dim=-1)

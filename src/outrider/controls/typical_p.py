@@ -34,10 +34,11 @@ class TypicalP(NumberControl):
         entropy = -(probs[possible] * log_probs[possible]).sum()
         distance = (-log_probs - entropy).abs()
         mass, last = 0.0, math.inf
-        for token in distance.argsort().tolist():
-            mass += float(probs[token])
+        ranked, order = distance.sort()
+        for prob, far in zip(probs[order].tolist(), ranked.tolist(), strict=True):
+            mass += prob
             if mass >= value:
-                last = float(distance[token])
+                last = far
                 break
         return row.masked_fill(distance > last, -math.inf)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.controls import RowText
-from outrider.core.logprobs import TokenLogprobs
+from outrider.core.logprobs import LogprobsMode, TokenLogprobs
 from outrider.core.sampling import Sampling, Verifier
 from outrider.kernels.batched import verify as batched_verify
 from outrider.kernels.batched.data import Ask, Chain, Outcome
@@ -225,6 +225,46 @@ def test_plain_settings_give_what_chains_of_one_setting_give(verifier: Verifier,
         assert (outcome.num_accepted, outcome.next_token) == (verdict.num_accepted, verdict.next_token)
         accepted += outcome.num_accepted
     assert 30 < accepted < 180
+
+
+FULL_VOCAB = 151_936
+FULL_CONTROLS: list[dict] = [
+    {},
+    {"top_k": 50},
+    {"top_p": 0.95},
+    {"top_k": 700, "top_p": 0.8},
+    {"controls": (("min_p", 0.0137),)},
+    {"controls": (("typical_p", 0.8713),), "top_p": 0.97},
+    {"controls": (("allowed_token_ids", tuple(range(0, FULL_VOCAB, 977))), ("frequency_penalty", 0.7))},
+    {"controls": (("bad_words", ((5,), (7, 9))), ("presence_penalty", -0.7), ("repetition_penalty", 1.3))},
+]
+
+
+def test_a_full_vocabulary_gives_the_reference_and_rows_are_independent() -> None:
+    """Wide rows take ways that narrow ones do not: chains advance row by row, and supports have many widths."""
+    rank = torch.arange(FULL_VOCAB, dtype=torch.float64)
+    by_rank = (-1.2 * (rank + 1).log()).clamp(min=-13.0)
+    batch: list[Chain] = []
+    for number, options in enumerate(FULL_CONTROLS * 2):
+        generator = torch.Generator().manual_seed(number)
+        verifier = Verifier.COUPLED if number < len(FULL_CONTROLS) else Verifier.REJECTION
+        logprobs = {"logprobs": 5, "logprobs_mode": list(LogprobsMode)[number % 2]}
+        sampling = Sampling(temperature=0.9, seed=number, verifier=verifier, prompt_len=4, **logprobs, **options)
+        order = torch.randperm(FULL_VOCAB, generator=generator)
+        noise = torch.randn(3, FULL_VOCAB, generator=generator, dtype=torch.float64)
+        logits = (by_rank[order] + 0.3 * noise).float()
+        text, proposal, rows = [7, 9, 5, 11, 9, 7], [], []
+        for i in range(2):
+            ask = Ask(sampling, 6 + i, i, [*text, *proposal])
+            (drawn,) = draw(logits[i : i + 1] + 0.1, [ask], top_m=64)
+            proposal.append(drawn.token)
+            rows.append((drawn.token_ids, drawn.probs))
+        batch.append(Chain(logits, sampling, 6, proposal, rows if verifier is Verifier.REJECTION else [], text))
+    outcomes = verify(batch)
+    assert sum(outcome.num_accepted for outcome in outcomes) > len(batch)
+    for outcome, chain in zip(outcomes, batch, strict=True):
+        assert outcome == verify([chain])[0]  # bit for bit
+        assert_same(outcome, verify_one(chain))
 
 
 def test_shapes_are_checked() -> None:

@@ -177,3 +177,20 @@ def test_truncation_drops_what_has_no_probability_and_breaks_ties_by_id() -> Non
     assert transforms.truncate(row, 2)[0].tolist() == [1, 3]
     with pytest.raises(ValueError, match="top_m"):
         transforms.truncate(row, 0)
+
+
+def test_rows_are_packed_to_what_they_keep() -> None:
+    kept = torch.tensor([[0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
+    columns = transforms.packed_columns(kept, 3)
+    assert columns.tolist() == [[0, 2, 4], [0, 1, 5], [0, 1, 2]]  # filled up with the first of the others
+    everything = transforms.packed_columns(kept, 6)
+    assert everything.tolist() == [list(range(6))] * 3
+    scores = torch.arange(18, dtype=torch.float64).view(3, 6)
+    full = transforms.Support(torch.arange(6).expand(3, 6), scores, is_full=True)
+    narrow = transforms.narrowed(full, kept, 3)
+    assert not narrow.is_full
+    assert narrow.token_ids.tolist() == columns.tolist()
+    assert narrow.scores.tolist() == [[-math.inf, 2, 4], [-math.inf, -math.inf, 11], [12, 13, 14]]
+    again = transforms.narrowed(narrow, narrow.scores > 12, 2)
+    assert again.token_ids.tolist() == [[0, 2], [0, 1], [1, 2]]
+    assert transforms.narrowed(full, kept, 6).is_full
