@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,16 @@ COUPLED = Sampling(temperature=0.9, seed=2**63 + 5, verifier=Verifier.COUPLED)
 FILTERED = Sampling(temperature=1.1, top_k=40, top_p=0.9, seed=6, verifier=Verifier.COUPLED)
 REJECTION = Sampling(temperature=1.0, seed=7, choice=1, verifier=Verifier.REJECTION)
 REJECTION_FILTERED = Sampling(temperature=0.7, top_k=30, top_p=0.95, seed=8, verifier=Verifier.REJECTION)
+PENALTIES = (("frequency_penalty", 0.8), ("repetition_penalty", 1.3))
+CUTS = (("logit_bias", ((5, 2.0), (250, -3.0))), ("min_p", 0.05), ("presence_penalty", 1.0))
 SETTINGS = {
     "greedy": GREEDY,
     "coupled": COUPLED,
     "coupled-filtered": FILTERED,
     "rejection": REJECTION,
     "rejection-filtered": REJECTION_FILTERED,
+    "penalties": replace(COUPLED, controls=PENALTIES, prompt_len=1),
+    "rejection-cuts": replace(REJECTION, controls=CUTS, logprobs=2),
 }
 NewSequence = Callable[..., Any]
 Steps = Any
@@ -81,7 +86,7 @@ def test_what_a_group_says_of_itself(group: Any, client: Any, oracle: Any) -> No
         assert rank.call("health")["state"] == "ready"
 
 
-@pytest.mark.parametrize("name", ["greedy", "coupled", "coupled-filtered"])
+@pytest.mark.parametrize("name", ["greedy", "coupled", "coupled-filtered", "penalties"])
 def test_text_does_not_depend_on_speculation(
     steps: Steps, oracle: Any, new_sequence: NewSequence, group: Any, name: str
 ) -> None:
