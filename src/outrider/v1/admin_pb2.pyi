@@ -317,3 +317,261 @@ class UpdateSettingsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateSettingsResponse: _TypeAlias = UpdateSettingsResponse  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    """Empty lists and zeros: the defaults of the server. Points that the group has no room for are left out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_RUNS_FIELD_NUMBER: _builtins.int
+    NUM_PROPOSALS_FIELD_NUMBER: _builtins.int
+    num_runs: _builtins.int
+    """Measured passes of each point, after one that warms up."""
+    num_proposals: _builtins.int
+    """Proposals to ask of the drafts. Absent: 40. 0: none."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows of each sequence: 1 is a plain step, k + 1 the verification of k tokens."""
+
+    @_builtins.property
+    def contexts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions that each sequence has in the cache."""
+
+    @_builtins.property
+    def num_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences of a pass."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+        contexts: _abc.Iterable[_builtins.int] | None = ...,
+        num_sequences: _abc.Iterable[_builtins.int] | None = ...,
+        num_runs: _builtins.int = ...,
+        num_proposals: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_proposals", b"_num_proposals", "num_proposals", b"num_proposals"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_proposals", b"_num_proposals", "contexts", b"contexts", "num_proposals", b"num_proposals", "num_runs", b"num_runs", "num_sequences", b"num_sequences", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_proposals: _TypeAlias = _typing.Literal["num_proposals"]  # noqa: Y015
+    _WhichOneofArgType__num_proposals: _TypeAlias = _typing.Literal["_num_proposals", b"_num_proposals"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_proposals) -> _WhichOneofReturnType__num_proposals | None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___ProfileProgress: ...
+    @_builtins.property
+    def result(self) -> Global___ProfileResult: ...
+    def __init__(
+        self,
+        *,
+        progress: Global___ProfileProgress | None = ...,
+        result: Global___ProfileResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "result"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
+
+@_typing.final
+class ProfileProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    total: _builtins.int
+    stage: _builtins.str
+    def __init__(
+        self,
+        *,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+        stage: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "stage", b"stage", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileProgress: _TypeAlias = ProfileProgress  # noqa: Y015
+
+@_typing.final
+class ProfileResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    epoch: _builtins.int
+    model: _builtins.str
+    dtype: _builtins.str
+    tensor_parallel_size: _builtins.int
+    @_builtins.property
+    def passes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassCost]: ...
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftCost]: ...
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What was asked for and left out, and why."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        model: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        passes: _abc.Iterable[Global___PassCost] | None = ...,
+        drafts: _abc.Iterable[Global___DraftCost] | None = ...,
+        left_out: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "left_out", b"left_out", "model", b"model", "passes", b"passes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResult: _TypeAlias = ProfileResult  # noqa: Y015
+
+@_typing.final
+class Spread(_message.Message):
+    """Milliseconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P50_FIELD_NUMBER: _builtins.int
+    MIN_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    p50: _builtins.float
+    min: _builtins.float
+    max: _builtins.float
+    def __init__(
+        self,
+        *,
+        p50: _builtins.float = ...,
+        min: _builtins.float = ...,
+        max: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max", b"max", "min", b"min", "p50", b"p50"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Spread: _TypeAlias = Spread  # noqa: Y015
+
+@_typing.final
+class PassCost(_message.Message):
+    """What one pass over num_sequences * rows rows costs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    NUM_RUNS_FIELD_NUMBER: _builtins.int
+    FORWARD_MS_FIELD_NUMBER: _builtins.int
+    OVERHEAD_MS_FIELD_NUMBER: _builtins.int
+    PLAN_MS_FIELD_NUMBER: _builtins.int
+    VERIFY_MS_FIELD_NUMBER: _builtins.int
+    context: _builtins.int
+    num_sequences: _builtins.int
+    rows: _builtins.int
+    num_runs: _builtins.int
+    @_builtins.property
+    def forward_ms(self) -> Global___Spread:
+        """The forward pass, by the leader's clock."""
+
+    @_builtins.property
+    def overhead_ms(self) -> Global___Spread:
+        """Plan to result at the router, less the forward pass."""
+
+    @_builtins.property
+    def plan_ms(self) -> Global___Spread:
+        """Parts of the overhead that are the leader's: handing on the plan, and deciding."""
+
+    @_builtins.property
+    def verify_ms(self) -> Global___Spread: ...
+    def __init__(
+        self,
+        *,
+        context: _builtins.int = ...,
+        num_sequences: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        num_runs: _builtins.int = ...,
+        forward_ms: Global___Spread | None = ...,
+        overhead_ms: Global___Spread | None = ...,
+        plan_ms: Global___Spread | None = ...,
+        verify_ms: Global___Spread | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forward_ms", b"forward_ms", "overhead_ms", b"overhead_ms", "plan_ms", b"plan_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "forward_ms", b"forward_ms", "num_runs", b"num_runs", "num_sequences", b"num_sequences", "overhead_ms", b"overhead_ms", "plan_ms", b"plan_ms", "rows", b"rows", "verify_ms", b"verify_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PassCost: _TypeAlias = PassCost  # noqa: Y015
+
+@_typing.final
+class DraftCost(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFT_ID_FIELD_NUMBER: _builtins.int
+    NUM_PROPOSALS_FIELD_NUMBER: _builtins.int
+    MS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    MS_PER_PROPOSAL_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_PROPOSAL_FIELD_NUMBER: _builtins.int
+    draft_id: _builtins.str
+    num_proposals: _builtins.int
+    tokens_per_proposal: _builtins.float
+    @_builtins.property
+    def ms_per_token(self) -> Global___Spread:
+        """From a commit to the proposal at the draft, for each token in it."""
+
+    @_builtins.property
+    def ms_per_proposal(self) -> Global___Spread:
+        """The same for the whole proposal."""
+
+    def __init__(
+        self,
+        *,
+        draft_id: _builtins.str = ...,
+        num_proposals: _builtins.int = ...,
+        ms_per_token: Global___Spread | None = ...,
+        ms_per_proposal: Global___Spread | None = ...,
+        tokens_per_proposal: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ms_per_proposal", b"ms_per_proposal", "ms_per_token", b"ms_per_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_id", b"draft_id", "ms_per_proposal", b"ms_per_proposal", "ms_per_token", b"ms_per_token", "num_proposals", b"num_proposals", "tokens_per_proposal", b"tokens_per_proposal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftCost: _TypeAlias = DraftCost  # noqa: Y015

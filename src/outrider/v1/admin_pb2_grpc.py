@@ -49,6 +49,11 @@ class AdminServiceStub:
                 request_serializer=outrider_dot_v1_dot_admin__pb2.UpdateSettingsRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_admin__pb2.UpdateSettingsResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/outrider.v1.AdminService/Profile',
+                request_serializer=outrider_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -73,6 +78,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Measures what passes, drafts and hops cost, while no request runs: it waits where one does. The last message is the result.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +102,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UpdateSettings,
                     request_deserializer=outrider_dot_v1_dot_admin__pb2.UpdateSettingsRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_admin__pb2.UpdateSettingsResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=outrider_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +190,33 @@ class AdminService:
             '/outrider.v1.AdminService/UpdateSettings',
             outrider_dot_v1_dot_admin__pb2.UpdateSettingsRequest.SerializeToString,
             outrider_dot_v1_dot_admin__pb2.UpdateSettingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.AdminService/Profile',
+            outrider_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            outrider_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class AdminServiceStub:
     GetSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.GetSettingsResponse]
     UpdateSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateSettingsRequest, _admin_pb2.UpdateSettingsResponse]
     """Takes effect for requests admitted from then on, on every router of the cluster."""
+    Profile: _grpc.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]
+    """Measures what passes, drafts and hops cost, while no request runs: it waits where one does. The last message is the result."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -43,6 +45,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.GetSettingsResponse]  # type: ignore[assignment]
     UpdateSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateSettingsRequest, _admin_pb2.UpdateSettingsResponse]  # type: ignore[assignment]
     """Takes effect for requests admitted from then on, on every router of the cluster."""
+    Profile: _aio.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Measures what passes, drafts and hops cost, while no request runs: it waits where one does. The last message is the result."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -66,5 +70,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UpdateSettingsResponse, _abc.Awaitable[_admin_pb2.UpdateSettingsResponse]]:
         """Takes effect for requests admitted from then on, on every router of the cluster."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _admin_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.ProfileResponse], _abc.AsyncIterator[_admin_pb2.ProfileResponse]]:
+        """Measures what passes, drafts and hops cost, while no request runs: it waits where one does. The last message is the result."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
