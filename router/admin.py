@@ -1,9 +1,11 @@
-"""What operators call: status and live settings."""
+"""What operators call: status, live settings and profiles."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -11,9 +13,14 @@ import grpc
 from outrider.core.errors_wire import errors_as_status
 from outrider.router.group import Group
 from outrider.router.live_settings import SettingsFollower
+from outrider.router.profile_wire import profile_settings, profile_to_wire
+from outrider.router.profiler import Progress
 from outrider.v1 import admin_pb2, admin_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+PROFILE_TIMEOUT_S = 3600.0  # where the caller names none
+REPLY_S = 0.5  # what a caller's time is cut by, so that it hears why it ran out
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,6 +65,21 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with errors_as_status(context, log, "update settings"):
             settings = await self._settings.update(request.settings)
             return admin_pb2.UpdateSettingsResponse(settings=settings.to_wire())
+
+    async def Profile(  # noqa: N802
+        self, request: admin_pb2.ProfileRequest, context: _Context
+    ) -> AsyncIterator[admin_pb2.ProfileResponse]:
+        async with errors_as_status(context, log, "profile"):
+            remaining = context.time_remaining()
+            timeout_s = PROFILE_TIMEOUT_S if remaining is None else max(0.05, remaining - REPLY_S)
+            running = self._group.profiler.run(profile_settings(request), timeout_s)
+            async with contextlib.aclosing(running) as events:
+                async for event in events:
+                    if isinstance(event, Progress):
+                        progress = admin_pb2.ProfileProgress(done=event.done, total=event.total, stage=event.stage)
+                        yield admin_pb2.ProfileResponse(progress=progress)
+                    else:
+                        yield admin_pb2.ProfileResponse(result=profile_to_wire(event))
 
 
 def group_status(group: Group) -> admin_pb2.GroupStatus:

@@ -22,6 +22,7 @@ from outrider.router.archive import Archive
 from outrider.router.attachment import AttachmentSettings, TargetAttachment
 from outrider.router.draft_pool import DraftPool
 from outrider.router.drafts import DraftFacts, EvictionReason
+from outrider.router.profiler import Profiler
 from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
 from outrider.router.scheduler import Scheduler, SchedulerSettings
 from outrider.router.target_stream import TargetStream
@@ -53,6 +54,7 @@ class Group:
     Attributes:
         target: where the target is and how it is.
         ranks: what each rank reported last.
+        profiler: measures what passes and drafts cost.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Group:
     ) -> None:
         self.target = TargetAttachment(registry, settings, scheduler_id=scheduler_id)
         self.ranks: tuple[RankReport, ...] = ()
+        self.profiler = Profiler(self)
         self._registry = registry
         self._tokenizer = tokenizer
         self._scheduler_settings = scheduler_settings
@@ -90,6 +93,15 @@ class Group:
     @property
     def drafts(self) -> DraftPool | None:
         return self._drafts
+
+    @property
+    def epoch(self) -> int:
+        return self._scheduler.epoch if self._scheduler is not None else 0
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that can be used."""
+        return len(self._scheduler.snapshot().drafts) if self._scheduler is not None else 0
 
     @property
     def is_attached(self) -> bool:
@@ -151,6 +163,10 @@ class Group:
         self._send_to_drafts()
         self._wake.set()
 
+    def wake(self) -> None:
+        """Look again whether there is something to do."""
+        self._wake.set()
+
     # What drafts say (DraftListener).
 
     def draft_joined(self, facts: DraftFacts) -> None:
@@ -162,6 +178,7 @@ class Group:
         self._after_draft()
 
     def draft_proposed(self, draft_id: str, session_id: int, proposal: Proposal) -> None:
+        self.profiler.proposed(draft_id, session_id, proposal)
         dropped = self._scheduling.draft_proposed(draft_id, session_id, proposal, time.monotonic())
         if dropped is not None:
             log.debug("proposal %d of draft %s was dropped: %s", proposal.proposal_id, draft_id, dropped)
@@ -215,6 +232,8 @@ class Group:
             stream.check()
             now = time.monotonic()
             self._deliver(scheduler.expire(now))
+            if await self.profiler.turn(scheduler, stream, self._settings.step_timeout_s):
+                continue
             plan = scheduler.schedule(now)
             self._send_to_drafts()
             if plan is None:

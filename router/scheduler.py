@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from outrider.core.block_pool import BlockPool
 from outrider.core.plan import GroupInfo, SequenceError, SequenceResult, StepPlan, StepResult
 from outrider.core.proposal import Proposal, sound_part
 from outrider.router.batch import Batcher, Rows
@@ -247,6 +248,20 @@ class Scheduler:
         if reason is None:
             request.proposal, request.proposal_draft = proposal, draft_id
         return reason
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is there and no step in flight."""
+        return not self._requests and self._in_flight is None
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the cache. Whoever else takes some while the scheduler is idle gives them back."""
+        return self._batcher.pool
+
+    def take_released(self) -> tuple[int, ...]:
+        """Sequences that the group may forget: for plans that others send while the scheduler is idle."""
+        return self._batcher.take_released()
 
     def snapshot(self) -> SchedulerSnapshot:
         """Counts for status and metrics."""
