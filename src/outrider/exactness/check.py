@@ -18,9 +18,9 @@ from outrider.client import Client
 from outrider.core.errors import ConfigError
 from outrider.exactness import power, prompts
 from outrider.exactness.compare import different_texts, two_samples
-from outrider.exactness.family import FREEDOM, LEVEL, family
+from outrider.exactness.family import FREEDOM, LEVEL, MIN_COUNT, family
 from outrider.exactness.judge import Judge
-from outrider.exactness.oracle import Oracle
+from outrider.exactness.oracle import Oracle, require_known
 from outrider.exactness.report import Report, Speculation
 from outrider.exactness.sampler import Text, Wanted, draw
 
@@ -33,6 +33,8 @@ MIN_GREEDY_TOKENS = 2000
 PLAIN_SHARE = 0.25
 # Proposed, accepted and rejected tokens below which nothing is known of speculation.
 MIN_EVENTS = 20
+# So is a share of the tokens, in rounds with a proposal, below which a fault there would drown among the others.
+MIN_SPECULATED_SHARE = 0.05
 # Texts are drawn in waves until enough tokens were judged; so many times the number that was expected to do.
 MAX_STRETCH = 12
 # Above this share of rows on borders, too much went unjudged.
@@ -81,10 +83,13 @@ def run(check: Check, progress: Progress = lambda stage, done, total: None) -> R
     if not 0.0 < check.deviation < 1.0:
         raise ConfigError(f"--deviation is {check.deviation}, but must be above 0 and below 1")
     options = {"max_tokens": DEFAULT_MAX_TOKENS, **{k: v for k, v in check.options.items() if v is not None}}
-    oracle = Oracle(check.model, options, draft=check.draft)
+    require_known(options)
     with Client(check.address, timeout=30.0) as client:
         k = options.setdefault("num_speculative_tokens", client.get_settings()["num_speculative_tokens"])
+        # What is wrong with the settings is told before the model is loaded.
+        client.generate([0], **{**options, "max_tokens": 1, "min_tokens": None, "n": None})
     with one_thread_if_small(check.model):
+        oracle = Oracle(check.model, options, draft=check.draft)
         return _Run(check, options, oracle, int(k), progress).report()
 
 
@@ -126,7 +131,7 @@ class _Run:
         plain: list[Text] = []
         if self.k > 0:
             plain_options = {**self.options, "num_speculative_tokens": 0}
-            count = math.ceil(len(wanted) * (1.0 if self.oracle.is_greedy else PLAIN_SHARE))
+            count = self._num_plain(len(wanted))
             if all(text.reproducible for text in texts):
                 plain = self._draw("without speculation", wanted[:count], plain_options)
                 different = different_texts(texts[: len(plain)], plain)
@@ -161,6 +166,13 @@ class _Run:
             p_values=p_values,
             seconds=self.seconds,
         )
+
+    def _num_plain(self, num_requests: int) -> int:
+        """How many requests are sent again without speculation: enough for the tests that compare two samples."""
+        if self.oracle.is_greedy:
+            return num_requests
+        for_tests = math.ceil(1.5 * MIN_COUNT * num_requests / max(1, self.judge.counts.judged))
+        return min(num_requests, max(for_tests, math.ceil(PLAIN_SHARE * num_requests)))
 
     def _requests(self) -> Any:
         """Endlessly many requests; every prompt comes as often as the others, every seed once."""
@@ -230,6 +242,8 @@ class _Run:
         return Speculation(
             verifier="/".join(sorted({text.verifier for text in texts})),
             num_speculative_tokens=self.k,
+            num_tokens=sum(len(text.output) for text in texts),
+            num_speculated=sum(text.num_speculated for text in texts),
             num_proposed=sum(text.num_proposed for text in texts),
             num_accepted=sum(text.num_accepted for text in texts),
         )
@@ -243,7 +257,7 @@ class _Run:
                 f"{self.needed}"
                 + (": the settings leave no choice in most places" if counts.forced > counts.judged else "")
             )
-        missing = spec.missing(MIN_EVENTS)
+        missing = spec.missing(MIN_EVENTS, MIN_SPECULATED_SHARE)
         if missing is not None:
             doubts.append(missing)
         if counts.uncertain > MAX_UNCERTAIN_SHARE * max(1, counts.uncertain + counts.judged):

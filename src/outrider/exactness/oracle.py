@@ -33,6 +33,32 @@ JUDGED = frozenset(
         *GRAMMARS,
     )
 )
+# Says nothing about distributions, or is what the harness chooses itself.
+NOT_JUDGED = frozenset(
+    (
+        "max_tokens",
+        "seed",
+        "verifier",
+        "n",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "include_stop",
+        "logprobs",
+        "prompt_logprobs",
+        "logprobs_mode",
+        "num_speculative_tokens",
+        "timeout",
+        "controls",
+    )
+)
+
+
+def require_known(settings: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` where settings of a request, by the client's names, are none that the oracle can judge."""
+    unknown = (set(settings) | set(settings.get("controls") or {})) - JUDGED - NOT_JUDGED
+    if unknown:
+        raise ConfigError(f"check-exactness has no oracle for {', '.join(sorted(unknown))}")
 
 
 class Oracle:
@@ -45,14 +71,11 @@ class Oracle:
     """
 
     def __init__(self, model: Path, settings: Mapping[str, Any], *, draft: Path | None = None) -> None:
-        """Raises ``ConfigError`` for a folder that cannot be read, and for controls that the oracle does not know."""
+        """``settings`` must be known (``require_known``). Raises ``ConfigError`` for a folder that cannot be read."""
         from transformers import AutoTokenizer
 
         self._settings = {name: value for name, value in settings.items() if value is not None}
         self._settings |= self._settings.pop("controls", {})
-        unknown = set(self._settings) - JUDGED - NOT_JUDGED
-        if unknown:
-            raise ConfigError(f"check-exactness has no oracle for {', '.join(sorted(unknown))}")
         if not (model / "config.json").is_file():
             raise ConfigError(f"--model: {model} holds no config.json, so it is no model folder in Hugging Face format")
         self._model = _load(model)
@@ -126,26 +149,6 @@ class Oracle:
         return spelt
 
 
-# Says nothing about distributions, or is what the harness chooses itself.
-NOT_JUDGED = frozenset(
-    (
-        "max_tokens",
-        "seed",
-        "verifier",
-        "n",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "include_stop",
-        "logprobs",
-        "prompt_logprobs",
-        "logprobs_mode",
-        "num_speculative_tokens",
-        "timeout",
-    )
-)
-
-
 class _Grammar:
     """llguidance, asked anew for each text: token by token from the start, nothing taken back."""
 
@@ -202,9 +205,16 @@ class _Grammar:
 
 def _load(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
+    finally:
+        if shown:
+            enable_progress_bar()
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

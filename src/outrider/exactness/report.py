@@ -26,10 +26,18 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Speculation:
-    """What speculation did in the judged texts; tokens in whose place a grammar left no choice do not count."""
+    """What speculation did in the judged texts.
+
+    Attributes:
+        num_tokens: of all texts.
+        num_speculated: those of them that came in rounds with a proposal.
+        num_proposed, num_accepted: without tokens in whose place a grammar left no choice.
+    """
 
     verifier: str
     num_speculative_tokens: int
+    num_tokens: int
+    num_speculated: int
     num_proposed: int
     num_accepted: int
 
@@ -37,7 +45,11 @@ class Speculation:
     def acceptance(self) -> float | None:
         return self.num_accepted / self.num_proposed if self.num_proposed else None
 
-    def missing(self, least: int) -> str | None:
+    @property
+    def share(self) -> float:
+        return self.num_speculated / self.num_tokens if self.num_tokens else 0.0
+
+    def missing(self, least: int, least_share: float) -> str | None:
         """What was not seen often enough to know anything of it, in words; None where nothing is missing."""
         if self.num_speculative_tokens == 0:
             return None
@@ -46,8 +58,12 @@ class Speculation:
             "accepted": self.num_accepted,
             "rejected": self.num_proposed - self.num_accepted,
         }
-        rare = [f"{count} tokens were {what}" for what, count in seen.items() if count < least]
-        return f"{' and '.join(rare)}: that says nothing about speculation" if rare else None
+        rare = [f"{count} {what}" for what, count in seen.items() if count < least]
+        if rare:
+            return f"only {', '.join(rare)} tokens: that says nothing about speculation"
+        if self.share < least_share:
+            return f"only {self.share:.1%} of the tokens came in rounds with a proposal"
+        return None
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,7 @@ class Report:
             "speculation": {
                 "verifier": spec.verifier,
                 "num_speculative_tokens": spec.num_speculative_tokens,
+                "share_of_tokens": round(spec.share, 4),
                 "num_proposed_tokens": spec.num_proposed,
                 "num_accepted_tokens": spec.num_accepted,
                 "acceptance_rate": spec.acceptance,
@@ -134,7 +151,8 @@ class Report:
             f"{counts.forced} that leave no choice, {counts.uncertain} rows on the border of a filter, "
             f"{counts.on_border} tokens on one",
             f"{spec.verifier}, {spec.num_speculative_tokens} tokens proposed a round: {spec.num_accepted} of "
-            f"{spec.num_proposed} accepted ({acceptance}); {self.num_plain_texts} texts without speculation",
+            f"{spec.num_proposed} accepted ({acceptance}), {spec.share:.1%} of all tokens in rounds with a proposal; "
+            f"{self.num_plain_texts} texts without speculation",
             f"a total variation of {self.smallest_deviation:.4f} would be found with probability {POWER:g}; "
             f"false alarms at most {FAMILY_LEVEL:g}",
         ]

@@ -32,6 +32,7 @@ class Text:
         logprobs: (logprob, {token: logprob} of the most likely ones) of each token, where they were asked for.
         prompt_logprobs: log-probability of each token of the prompt, where they were asked for; None for the first.
         reproducible: whether the server promises the same text for the same seed.
+        num_speculated: tokens that came in rounds with a proposal.
         num_proposed, num_accepted: tokens that a draft proposed and the target accepted, without those in whose place a
             grammar left no choice.
     """
@@ -46,6 +47,7 @@ class Text:
     prompt_logprobs: tuple[float | None, ...] | None
     reproducible: bool
     verifier: str
+    num_speculated: int
     num_proposed: int
     num_accepted: int
 
@@ -109,6 +111,7 @@ async def _one(client: AsyncClient, request: Wanted, options: Mapping[str, Any])
                 prompt_logprobs=_values(stream.completion.prompt_logprobs),
                 reproducible=choice.reproducible,
                 verifier=spec.verifier,
+                num_speculated=spec.num_accepted_tokens + spec.num_spec_steps,
                 num_proposed=spec.num_draft_tokens - spec.num_forced_tokens,
                 num_accepted=spec.num_accepted_tokens - spec.num_forced_accepted,
             )

@@ -12,17 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Client
 from typing import Any
-
-from torch import Tensor
 
 from outrider.cluster.config import DraftConfig, TargetConfig
 from outrider.core.plan import StepPlan
 from outrider.workers.draft.batcher import Batcher
 from outrider.workers.draft.worker import DraftWorker
 from outrider.workers.target.shard import TargetShard
-from outrider.workers.target.step import Admission, Exchanged, RankStep
+from outrider.workers.target.step import Admission, Computed, Exchanged, RankStep
 
 CALL_TIMEOUT_S = 20.0
 
@@ -41,6 +40,7 @@ class WatchedStep(RankStep):
         self.every = 0
         self.num_snapshots = 0
         self.extra_s = 0.0
+        self.fault: Callable[[Admission, Computed], Computed] | None = None
         self._texts: dict[int, list[int]] = {}
         self._count = 0
 
@@ -61,8 +61,10 @@ class WatchedStep(RankStep):
             self._texts.pop(seq_id, None)
         return admission
 
-    def exchange(self, admission: Admission, logits: Tensor | None) -> Exchanged:
-        exchanged = super().exchange(admission, logits)
+    def exchange(self, admission: Admission, computed: Computed) -> Exchanged:
+        if self.fault is not None:
+            computed = self.fault(admission, computed)
+        exchanged = super().exchange(admission, computed)
         time.sleep(self.extra_s)
         begin, _, num_sequences, num_rows = self.times[-1]
         self.times[-1] = (begin, time.monotonic(), num_sequences, num_rows)
@@ -81,6 +83,12 @@ class HostedShard(TargetShard):
     def slow_down(self, extra_s: float) -> None:
         """Make steps last longer, as those of a larger model; 0 ends it."""
         self._watched.extra_s = extra_s
+
+    def plant(self, fault: str | None) -> None:
+        """Verify wrongly from now on, as ``planted.FAULTS`` says; None ends it."""
+        from outrider_testbed.planted import with_fault
+
+        self._watched.fault = None if fault is None else partial(with_fault, fault)
 
     def keep_snapshots(self, every: int, count: int) -> None:
         """Copy the caches of every sequence in each ``every``-th step, until there are ``count`` copies."""

@@ -24,7 +24,14 @@ class HostedProcess:
 
     def __init__(self, kind: str, settings: dict[str, Any]) -> None:
         key = secrets.token_hex(8)
-        environment = {**os.environ, "OUTRIDER_TESTBED_KEY": key, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        support = os.pathsep.join([str(HOST.parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = {
+            **os.environ,
+            "OUTRIDER_TESTBED_KEY": key,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": support,
+        }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         with Listener(family="AF_UNIX", authkey=key.encode()) as listener:
             listener._listener._socket.settimeout(START_TIMEOUT_S)  # type: ignore[attr-defined]
