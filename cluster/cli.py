@@ -23,6 +23,7 @@ from outrider.cluster.commands.common import (
     running,
 )
 from outrider.cluster.commands.generate import generate
+from outrider.cluster.commands.profile import profile
 from outrider.core.errors import OutriderError
 
 app = typer.Typer(
@@ -80,6 +81,7 @@ def status(file: File = None, cluster: Cluster = None, address: Address = None, 
 
 app.command("generate")(generate)
 app.command("check-exactness")(check_exactness)
+app.command("profile")(profile)
 
 
 @app.command()

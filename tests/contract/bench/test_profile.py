@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from typing import Any
 
 import grpc
 import pytest
 
 from outrider.client import AsyncClient, Conflict, DeadlineExceeded, InvalidRequest, OutriderError, Unavailable
+from outrider.cluster.commands.profile import as_facts, as_table
 from outrider.core.errors_wire import error_from_rpc
 from outrider.v1 import admin_pb2, admin_pb2_grpc
 
@@ -149,3 +152,59 @@ async def test_what_cannot_be_measured_is_refused(stand_ins: Any, request_: dict
         await profile(stand_ins.address, **request_)
     assert refused.value.field == field
     assert isinstance(refused.value, OutriderError)
+
+
+async def run_command(*words: str) -> tuple[int, str, str]:
+    """The command line in a process of its own: status, output, errors."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "outrider.cluster.cli",
+        *words,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        output, errors = await process.communicate()
+    return process.returncode or 0, output.decode(), errors.decode()
+
+
+async def test_the_command_prints_what_tuning_reads(stand_ins: Any) -> None:
+    words = ("profile", "--address", stand_ins.address, "--rows", "1,5", "--contexts", "16,64,9999", "--runs", "2")
+    status, output, errors = await run_command(*words, "--proposals", "5", "--json")
+    assert status == 0, errors
+    assert "left out: 1 x 9999 positions" in errors
+    facts = json.loads(output)
+    assert set(facts["target_ms"]) == {"1", "5"}
+    assert set(facts["target_ms_by_context"]) == {"16", "64"}
+    assert facts["draft_ms"] == 0.0  # a stand-in tells no time
+    assert facts["overhead_ms"] > 0
+    assert facts["overhead_ms"] == facts["overhead_ms_by_context"]["16"]
+    assert [draft["num_proposals"] for draft in facts["drafts"]] == [5]
+
+
+async def test_the_command_refuses_what_is_no_number(stand_ins: Any) -> None:
+    status, output, errors = await run_command("profile", "--address", stand_ins.address, "--rows", "1;5")
+    assert (status, output) == (2, "")
+    assert "--rows" in errors
+
+
+def test_the_table_shows_each_context() -> None:
+    spread = admin_pb2.Spread(p50=2.0, min=1.0, max=3.0)
+    result = admin_pb2.ProfileResult(
+        model="m",
+        dtype="float32",
+        tensor_parallel_size=1,
+        passes=[
+            admin_pb2.PassCost(
+                context=context, num_sequences=1, rows=rows, num_runs=1, forward_ms=spread, overhead_ms=spread
+            )
+            for context in (128, 512)
+            for rows in (1, 5)
+        ],
+        drafts=[admin_pb2.DraftCost(draft_id="d", num_proposals=3, ms_per_token=spread, ms_per_proposal=spread)],
+    )
+    table = as_table(as_facts(result))
+    for part in ("128", "512", "5 rows", "(1.00)", "draft d"):
+        assert part in table
