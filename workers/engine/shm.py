@@ -1,26 +1,22 @@
 """DeepSpeed's all-reduce through shared memory, for ranks of one host: microseconds, where gloo takes milliseconds.
 
-The operator is compiled at first use and kept in torch's folder for extensions (``TORCH_EXTENSIONS_DIR``), in a part
-of its own for each Python environment: one that is shared would be compiled anew, under running processes, whenever two
-environments take turns.
+The operator is compiled at first use and kept in torch's folder for extensions (``TORCH_EXTENSIONS_DIR``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import io
 import logging
 import os
 import shutil
-import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from outrider.kernels.cpu.build import build_place
 
 logger = logging.getLogger(__name__)
 
@@ -32,40 +28,6 @@ WHOLE_BUFFER_BYTES = 1 << 20
 # DeepSpeed adds 16 elements at a time in one order and the remainder in another.
 VECTOR = 16
 MAX_RANKS = 16
-
-
-@contextlib.contextmanager
-def build_place(operator: str) -> Iterator[None]:
-    """Where torch builds the operator: this environment's folder and tools, one process of this machine at a time."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    environment = hashlib.sha256(f"{sys.prefix} {sys.version} {torch.__version__}".encode()).hexdigest()[:12]
-    folder = root / f"outrider-{environment}"
-    folder.mkdir(parents=True, exist_ok=True)
-    # Torch looks for ninja on the PATH only; a process that was not started from an activated environment lacks it.
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    with (folder / "build.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the process that holds it
-        # Torch's own lock does not: left by a process that was killed while it built, it would be waited for forever.
-        for stale in folder.glob(f"**/{operator}/lock"):
-            stale.unlink()
-        with _environment(TORCH_EXTENSIONS_DIR=str(folder), PATH=path):
-            yield
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def build_operator() -> bool:

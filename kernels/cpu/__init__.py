@@ -1,0 +1,17 @@
+"""Kernels for CPUs: bfloat16 and int8 linear layers, norms, rotary embedding, SwiGLU and paged attention.
+
+Row-invariant: what a row gives does not depend, by bits, on the rows beside it.
+"""
+
+from outrider.kernels.cpu.native import Kernels, PackedWeights, instruction_sets, load_kernels
+from outrider.kernels.cpu.weights import Weights, quantize_int8, round_to_bfloat16
+
+__all__ = [
+    "Kernels",
+    "PackedWeights",
+    "Weights",
+    "instruction_sets",
+    "load_kernels",
+    "quantize_int8",
+    "round_to_bfloat16",
+]

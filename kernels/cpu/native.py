@@ -1,0 +1,106 @@
+"""The compiled kernels, on one of the instruction sets that this machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.cpu.build import build_module
+from outrider.kernels.cpu.weights import Weights
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """A weight matrix in the order in which the kernels read it."""
+
+    data: Tensor  # [packed elements] bfloat16 or int8
+    scales: Tensor | None  # [groups, out_features] float32, for int8
+    group_size: int
+    out_features: int
+    in_features: int
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Row-invariant kernels with float32 inputs, sums and outputs. ``plain`` has the same functions in plain torch."""
+
+    module: ModuleType
+    # "amx", "avx512" or "avx2". Products alone differ between the first two.
+    instruction_set: str
+
+    @staticmethod
+    def can_pack(weights: Weights) -> bool:
+        """Whether ``pack`` takes weights of this kind and shape."""
+        return weights.values.dtype == torch.int8 or weights.values.shape[1] % 2 == 0
+
+    def pack(self, weights: Weights) -> PackedWeights:
+        """Weights in the order in which the product reads them; they can be let go then."""
+        out_features, in_features = weights.values.shape
+        data = self.module.pack(weights.values.contiguous())
+        return PackedWeights(data, weights.scales, weights.group_size, out_features, in_features)
+
+    def linear(self, x: Tensor, weights: PackedWeights, bias: Tensor | None) -> Tensor:
+        """x [n, in_features], bias [out_features] -> [n, out_features]"""
+        out: Tensor = self.module.linear(
+            x, weights.data, weights.out_features, weights.scales, weights.group_size, bias, self.instruction_set
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """x, residual [..., size], weight [size] -> [..., size]; ``x`` is first added to a residual, in place."""
+        out: Tensor = self.module.rms_norm(x, residual, weight, eps, self.instruction_set)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [n, 2 * size], gates first -> [n, size]"""
+        out: Tensor = self.module.silu_mul(gate_up, self.instruction_set)
+        return out
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,  # [n, (heads + 2 * kv_heads) * head_dim]
+        heads: int,
+        cos: Tensor,  # [n, rotary]
+        sin: Tensor,  # as cos
+        q_norm: Tensor | None,  # [head_dim]
+        k_norm: Tensor | None,  # as q_norm
+        eps: float,
+        keys: Tensor,  # [slots, kv_heads, head_dim] float32 or bfloat16, written
+        values: Tensor,  # as keys
+        slot_mapping: Tensor,  # [n] int64
+    ) -> Tensor:
+        """Queries [n, heads, head_dim], turned to their positions; keys and values go to their slots."""
+        out: Tensor = self.module.rope_and_store(
+            qkv, heads, cos, sin, q_norm, k_norm, eps, keys, values, slot_mapping, self.instruction_set
+        )
+        return out
+
+    def attention(
+        self,
+        query: Tensor,  # [n, heads, head_dim]
+        keys: Tensor,  # [slots, kv_heads, head_dim] float32 or bfloat16
+        values: Tensor,  # as keys
+        slots: Tensor,  # [total] int64, of each sequence's positions, one sequence after the other
+        rows: Tensor,  # [n, 4] int64, see ``plain.attention``
+        scale: float,
+    ) -> Tensor:
+        """[n, heads * head_dim]"""
+        out: Tensor = self.module.attention(query, keys, values, slots, rows, scale, self.instruction_set)
+        return out
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that this machine has and the kernels use, best last; none without a build."""
+    module = build_module()
+    return list(module.instruction_sets()) if module is not None else []
+
+
+def load_kernels(instruction_set: str | None = None) -> Kernels | None:
+    """The kernels on an instruction set, or on the best one. None where there are none; the log says why."""
+    module, known = build_module(), instruction_sets()
+    if module is None or (instruction_set or known[-1]) not in known:
+        return None
+    return Kernels(module, instruction_set or known[-1])

@@ -1,0 +1,119 @@
+// Packed weights, and the product of rows with a panel of them on any instruction set.
+
+// weight [out, in] bfloat16 (in even) or int8 -> [panels * kPanel * in] of the same type.
+inline torch::Tensor pack(const torch::Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be a contiguous matrix");
+  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + kPanel - 1) / kPanel;
+  const bool is_int8 = weight.scalar_type() == torch::kInt8;
+  TORCH_CHECK(is_int8 || weight.scalar_type() == torch::kBFloat16, "weight must be bfloat16 or int8");
+  TORCH_CHECK(is_int8 || in % 2 == 0, "weight has an odd number of inputs");
+  auto packed = torch::zeros({panels * kPanel * in}, weight.options());
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t width = std::min(kPanel, out - p * kPanel), first = p * kPanel * in;
+      if (is_int8) {
+        const int8_t* from = weight.data_ptr<int8_t>() + first;
+        int8_t* to = packed.data_ptr<int8_t>() + first;
+        for (int64_t o = 0; o < width; ++o)
+          for (int64_t k = 0; k < in; ++k) to[k * kPanel + o] = from[o * in + k];
+      } else {
+        const uint16_t* from = reinterpret_cast<const uint16_t*>(weight.data_ptr<at::BFloat16>()) + first;
+        uint16_t* to = reinterpret_cast<uint16_t*>(packed.data_ptr<at::BFloat16>()) + first;
+        for (int64_t o = 0; o < width; ++o)
+          for (int64_t k = 0; k < in; ++k) to[k / 2 * 2 * kPanel + 2 * o + k % 2] = from[o * in + k];
+      }
+    }
+  });
+  return packed;
+}
+
+// Products of one panel for all rows, group by group of inputs: out [n][kPanel].
+class Product {
+ public:
+  Product(const torch::Tensor& x, const torch::Tensor& packed, int64_t out, const float* scales, int64_t group, Isa isa)
+      : n_(x.size(0)),
+        in_(x.size(1)),
+        out_(out),
+        x_(x.data_ptr<float>()),
+        scales_(scales),
+        group_(scales ? group : in_),
+        is_int8_(packed.scalar_type() == torch::kInt8),
+        weights_(static_cast<const char*>(packed.data_ptr())),
+        isa_(isa) {
+    // Tiles take whole groups of inputs. int8 would have to be widened for them, which costs a few rows more than it saves.
+    // Neither depends on the number of rows, or the rows' bits would.
+    if (isa_ == Isa::kAmx && (is_int8_ || in_ % amx::kTileInputs)) isa_ = Isa::kAvx512;
+    if (isa_ == Isa::kAmx) {
+      high_.resize(n_ * in_);
+      low_.resize(n_ * in_);
+      at::parallel_for(0, n_, std::max<int64_t>(1, 65536 / in_), [&](int64_t begin, int64_t end) {
+        amx::split(x_ + begin * in_, (end - begin) * in_, high_.data() + begin * in_, low_.data() + begin * in_);
+      });
+    }
+  }
+
+  // Buffers of one thread.
+  struct Scratch {
+    std::vector<float> sums, total;
+    int64_t configured = 0;
+  };
+
+  Scratch scratch() const {
+    Scratch s;
+    s.sums.resize(n_ * kPanel);
+    s.total.resize(scales_ ? n_ * kPanel : 0);
+    return s;
+  }
+
+  const float* panel(int64_t p, Scratch& s) const {
+    if (!scales_) {
+      part(p, 0, in_, s);
+      return s.sums.data();
+    }
+    std::fill(s.total.begin(), s.total.end(), 0.f);
+    const int64_t columns = std::min(kPanel, out_ - p * kPanel);
+    for (int64_t k = 0; k < in_; k += group_) {
+      part(p, k, std::min(group_, in_ - k), s);
+      const float* scale = scales_ + k / group_ * out_ + p * kPanel;
+      for (int64_t r = 0; r < n_; ++r)
+        for (int64_t o = 0; o < columns; ++o) s.total[r * kPanel + o] += scale[o] * s.sums[r * kPanel + o];
+    }
+    return s.total.data();
+  }
+
+  void finish(const Scratch& s) const {
+    if (s.configured) amx::release();
+  }
+
+ private:
+  // Sums over `count` inputs from `first` on, into s.sums.
+  void part(int64_t p, int64_t first, int64_t count, Scratch& s) const {
+    const int64_t width = is_int8_ ? 1 : 2;
+    const char* weights = weights_ + (p * kPanel * in_ + first * kPanel) * width;
+    if (isa_ == Isa::kAmx) {
+      for (int64_t r = 0; r < n_; r += amx::kTileRows) {
+        const int64_t rows = std::min(amx::kTileRows, n_ - r), from = r * in_ + first;
+        if (rows != s.configured) amx::configure(s.configured = rows);
+        amx::product_panel(
+            reinterpret_cast<const uint16_t*>(weights), high_.data() + from, low_.data() + from, in_, count, rows,
+            s.sums.data() + r * kPanel);
+      }
+      return;
+    }
+    std::fill(s.sums.begin(), s.sums.end(), 0.f);
+    const bool wide = isa_ == Isa::kAvx512;
+    const auto product = is_int8_ ? (wide ? avx512::product_panel<true> : avx2::product_panel<true>)
+                                  : (wide ? avx512::product_panel<false> : avx2::product_panel<false>);
+    for (int64_t k = 0; k < count; k += kBlock)
+      product(weights + k * kPanel * width, x_ + first + k, in_, n_, std::min(kBlock, count - k), s.sums.data());
+  }
+
+  int64_t n_, in_, out_;
+  const float* x_;
+  const float* scales_;
+  int64_t group_;
+  bool is_int8_;
+  const char* weights_;
+  Isa isa_;
+  std::vector<uint16_t> high_, low_;
+};

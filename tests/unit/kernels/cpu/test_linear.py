@@ -1,0 +1,98 @@
+"""Products against the definition in float64, and each row's bits alone against its bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.kernels.cpu import Kernels, Weights, plain, quantize_int8, round_to_bfloat16
+
+SHAPES = [(100, 64), (33, 34), (896, 1536), (1536, 960)]
+FORMATS = {
+    "bfloat16": round_to_bfloat16,
+    "int8": quantize_int8,
+    "int8 in groups": lambda weight: quantize_int8(weight, 32),
+    "int8 in odd groups": lambda weight: quantize_int8(weight, 17),
+}
+
+
+def weights_of(shape: tuple[int, int], form: str) -> tuple[Weights, torch.Tensor]:
+    generator = torch.Generator().manual_seed(shape[0])
+    weight = 0.02 * torch.randn(shape, generator=generator)
+    return FORMATS[form](weight), torch.randn(shape[0], generator=generator)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_is_that_of_the_rounded_weights(kernels: Kernels, shape: tuple[int, int], form: str) -> None:
+    weights, bias = weights_of(shape, form)
+    packed = kernels.pack(weights)
+    for count in (1, 2, 5, 7, 16, 17, 40):
+        x = torch.randn(count, shape[1])
+        expected = plain.linear(x.double(), weights, bias.double())
+        torch.testing.assert_close(kernels.linear(x, packed, bias).double(), expected, atol=5e-5, rtol=1e-5)
+        without = kernels.linear(x, packed, None).double()
+        torch.testing.assert_close(without, expected - bias.double(), atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", [(100, 64), (96, 1536)], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_bits_do_not_depend_on_its_company(
+    kernels: Kernels, shape: tuple[int, int], form: str, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    weights, bias = weights_of(shape, form)
+    packed = kernels.pack(weights)
+    rows = torch.randn(40, shape[1])
+    alone = torch.cat([kernels.linear(row[None], packed, bias) for row in rows])
+    for count in range(1, 41):
+        assert torch.equal(kernels.linear(rows[:count].contiguous(), packed, bias), alone[:count]), count
+        order = torch.randperm(40)[:count]
+        company = 1e3 * torch.randn(40, shape[1])
+        company[order] = rows[order]
+        assert torch.equal(kernels.linear(company, packed, bias)[order], alone[order]), count
+
+
+def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels) -> None:
+    for form in FORMATS:
+        weights, bias = weights_of((100, 64), form)
+        packed = kernels.pack(weights)
+        rows = torch.randn(9, 64)
+        expected = kernels.linear(rows, packed, bias)
+        rows[3, 5], rows[6, 7] = float("nan"), float("inf")
+        found = kernels.linear(rows, packed, bias)
+        well = [0, 1, 2, 4, 5, 7, 8]
+        assert torch.equal(found[well], expected[well])
+        assert bool(found[3].isnan().all())
+        assert not bool(found[6].isfinite().any())
+
+
+def test_no_rows_give_no_rows(kernels: Kernels) -> None:
+    weights, bias = weights_of((100, 64), "bfloat16")
+    assert kernels.linear(torch.empty(0, 64), kernels.pack(weights), bias).shape == (0, 100)
+
+
+def test_what_does_not_fit_is_refused(kernels: Kernels) -> None:
+    packed = kernels.pack(weights_of((100, 64), "bfloat16")[0])
+    with pytest.raises(RuntimeError, match="does not fit"):
+        kernels.linear(torch.randn(2, 66), packed, None)
+    with pytest.raises(RuntimeError, match="contiguous float32"):
+        kernels.linear(torch.randn(64, 2).T, packed, None)
+    odd = round_to_bfloat16(torch.randn(4, 33))
+    assert not kernels.can_pack(odd)
+    with pytest.raises(RuntimeError, match="odd"):
+        kernels.pack(odd)
+
+
+@pytest.mark.parametrize("group", [None, 16, 30, 500])
+def test_int8_weights_are_within_half_a_step(group: int | None) -> None:
+    weight = torch.randn(20, 100)
+    weight[3], weight[4, :16] = 0.0, 0.0
+    weights = quantize_int8(weight, group)
+    size = min(group or 100, 100)
+    assert weights.scales is not None
+    assert weights.scales.shape == (-(-100 // size), 20)
+    steps = weights.scales.T.repeat_interleave(size, dim=1)[:, :100]
+    assert bool(((weights.dense() - weight).abs() <= 0.5001 * steps).all())
+    assert bool((weights.dense()[3] == 0).all())
