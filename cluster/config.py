@@ -95,6 +95,8 @@ class RouterConfig(_Section):
     max_num_seqs: PositiveInt | None = None
     # Requests that wait meanwhile; one more is refused.
     max_queue: PositiveInt = 256
+    # Whether a request takes over the keys and values that others computed of its text.
+    enable_prefix_caching: bool = True
     # Applied where a request names no deadline.
     default_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 

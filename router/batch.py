@@ -1,24 +1,23 @@
 """Which rows run in a step: slots, token budget and blocks, without a thought for why.
 
 Requests run in the order of their admission. Every decoding request gets its row first, proposals come second, prompts
-third and new requests last. If blocks run out, prompts that are kept for choices that wait are given up first
-(``sharing.py``); then the request admitted last gives up its own and is computed anew later (its committed tokens are
-then its prompt), so the oldest one always goes on and every request ends.
+third and new requests last. Blocks that nobody holds are found again by their text (``sharing.py``) until they are
+needed. If blocks run out, the request admitted last gives up its own and is computed anew later, as far as its blocks
+are not found again (its committed tokens are then its prompt), so the oldest one always goes on and every request ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from outrider.controls import needs_text
 from outrider.core.block_pool import BlockPool
-from outrider.core.plan import GroupInfo, SequencePlan
+from outrider.core.plan import GroupInfo
 from outrider.core.proposal import Proposal, shorten
 from outrider.router.requests import Request
 from outrider.router.rounds import prepared
-from outrider.router.sharing import SharedPrompts
+from outrider.router.sharing import PrefixCache
+from outrider.router.step_rows import Rows, RowsLeft, sequence_plan
 
 PREFILL_SHARE = 4  # proposals leave one row in this many to prompts that wait
 MAX_SCORED_ROWS = 128  # of a step: each is a row of logits in memory, as wide as the vocabulary
@@ -26,52 +25,24 @@ MAX_SCORED_ROWS = 128  # of a step: each is a row of logits in memory, as wide a
 Propose = Callable[[Request], Proposal | None]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """One request's part in a step."""
-
-    request: Request
-    plan: SequencePlan
-    proposal: Proposal | None = None  # what is verified
-    draft_id: str = ""
-
-    @property
-    def num_text_rows(self) -> int:
-        return len(self.plan.tokens) - self.plan.num_proposal_tokens
-
-
-@dataclass
-class _Left:
-    """Rows that a step still has room for, and how many of them may be scored."""
-
-    rows: int
-    scored: int
-
-    def chunk(self, request: Request) -> int:
-        """How many rows of its prompt a request gets.
-
-        Scored rows are the first of their plan, so a prompt that begins anew has the rows that were scored before in
-        chunks of their own. The last row of a prompt is not scored: what follows it is output.
-        """
-        missing, unscored = request.num_missing, request.num_unscored
-        if unscored and request.kv_len < request.num_scored:
-            return min(request.num_scored - request.kv_len, self.rows)
-        if unscored > self.scored:
-            return min(self.scored, self.rows)
-        return min(missing, self.rows)
-
-
 class Batcher:
     """The requests that wait and run, and the blocks of those that run.
 
     A request keeps its blocks while a step that writes them is in flight; the caller sees to that by calling
     ``release`` only between steps.
+
+    Attributes:
+        num_queried_tokens: tokens of the texts that were looked up in the prefix cache.
+        num_hit_tokens: those of them that were found there.
     """
 
-    def __init__(self, info: GroupInfo, max_num_seqs: int) -> None:
+    def __init__(self, info: GroupInfo, max_num_seqs: int, *, enable_prefix_caching: bool = True) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self._enable_prefix_caching = enable_prefix_caching
         self._next_seq_id = 1
         self.reset(info, max_num_seqs)
 
@@ -87,7 +58,7 @@ class Batcher:
         self.waiting.extendleft(reversed(self.running))
         self.running = []
         self.pool = BlockPool(info.num_blocks, info.block_size)
-        self._shared = SharedPrompts(self.pool)
+        self._prefixes = PrefixCache(self.pool, enabled=self._enable_prefix_caching)
         self.budget = info.max_num_batched_tokens
         self._max_planned_seqs = info.max_num_seqs
         self.limit(max_num_seqs)
@@ -108,13 +79,13 @@ class Batcher:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self._shared.tidy(request.family)
 
     def release(self, request: Request) -> None:
         """Free the blocks of a request that no step uses."""
         if request.seq_id:
             self._released.append(request.seq_id)
-            self.pool.release(request.blocks)
+            # The end of a text is of less use than its beginning, without which it is not found: it is forgotten first.
+            self.pool.release(reversed(request.blocks))
             _forget_cache(request)
 
     def can_admit(self) -> bool:
@@ -127,7 +98,6 @@ class Batcher:
         ``propose`` gives the proposal that continues a request's text, of any length, or None. ``resting`` requests
         would rather stay out of it; they do unless nobody else takes part.
         """
-        self._make_room()
         if not self.can_admit() and all(request in resting for request in self.running):
             resting = ()
         for request in self.running:
@@ -136,10 +106,10 @@ class Batcher:
         # Growing for one request may preempt a later one, which then has no sequence id.
         decoding = [request for request in decoding if request.seq_id and self._grow(request)]
         prompts = [request for request in self.running if request.num_missing > 1]
-        left = _Left(self.budget - len(decoding), MAX_SCORED_ROWS)
+        left = RowsLeft(self.budget - len(decoding), MAX_SCORED_ROWS)
         wanted = sum(request.num_missing for request in prompts)
         head = self._admissible()
-        wanted += len(head.text) - self._shared.num_lent(head) * self.pool.block_size if head is not None else 0
+        wanted += len(head.text) - len(self._prefixes.find(head)) * self.pool.block_size if head is not None else 0
         spare = left.rows - min(wanted, left.rows // PREFILL_SHARE)
         rows = []
         for index, request in enumerate(decoding):
@@ -161,7 +131,7 @@ class Batcher:
         """
         before = request.kv_len
         request.kv_len += num_rows + num_accepted
-        self._shared.computed(request, before)
+        self._prefixes.computed(request, before)
         keep = self.pool.blocks_for(len(request.text))
         self.pool.release(request.blocks[keep:])
         del request.blocks[keep:]
@@ -169,9 +139,8 @@ class Batcher:
 
     def check_integrity(self, in_flight: Iterable[Request]) -> None:
         """Raise ``AssertionError`` unless the books balance; ``in_flight`` have ended but still hold blocks."""
-        held = [request.blocks for request in (*self.running, *in_flight)]
-        self.pool.check_integrity([*held, *self._shared.tables()])
-        self._shared.check_integrity(self.running)
+        self.pool.check_integrity([request.blocks for request in (*self.running, *in_flight)])
+        self._prefixes.check_integrity(self.running)
         if len(self.running) > min(self.budget, self._max_planned_seqs):
             raise AssertionError(f"{len(self.running)} requests run, more than one step can hold")
         for request in self.waiting:
@@ -185,7 +154,7 @@ class Batcher:
             if len(request.blocks) < self.pool.blocks_for(request.kv_len):
                 raise AssertionError(f"{request.new.request_id} has keys and values without blocks")
 
-    def _admissible(self, left: _Left | None = None) -> Request | None:
+    def _admissible(self, left: RowsLeft | None = None) -> Request | None:
         """The request of the queue that could join the next step.
 
         It is the first that need not wait, be it for a choice that computes the prompt of both or, in a step that has
@@ -193,26 +162,19 @@ class Batcher:
         """
         if len(self.running) >= self.max_num_seqs:
             return None
-        ready = (request for request in self.waiting if not self._shared.must_wait(request))
+        ready = (request for request in self.waiting if not self._prefixes.must_wait(request))
         head = next((request for request in ready if left is None or left.chunk(request)), None)
         if head is None:
             return None
         # One block stays for each running request, or it might preempt the new one in the very next step.
-        wanted = self.pool.blocks_for(len(head.text)) - self._shared.num_lent(head) + len(self.running)
-        return head if self.pool.can_allocate(wanted) else None
-
-    def _make_room(self) -> None:
-        """Where nothing runs, let no prompt that is kept for others bar the head of the queue."""
-        while not self.running and self.waiting and self._admissible() is None:
-            if not self._shared.give_up(but=self.waiting[0].family):
-                return
+        found = self._prefixes.find(head)
+        wanted = self.pool.blocks_for(len(head.text)) - len(found) + len(self.running)
+        return head if self.pool.can_allocate(wanted, beside=found) else None
 
     def _grow(self, request: Request) -> bool:
         """Get the blocks for all committed tokens, from others if need be; False: it had to go itself."""
         missing = self.pool.blocks_for(len(request.text)) - len(request.blocks)
         while not self.pool.can_allocate(missing):
-            if self._shared.give_up():
-                continue
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
@@ -228,15 +190,18 @@ class Batcher:
 
     def _admit(self, request: Request) -> None:
         self.waiting.remove(request)
-        lent = self._shared.lend(request)
+        found = self._prefixes.find(request)
+        self.pool.hold(found)
+        if not request.num_unscored:
+            self.num_queried_tokens += len(request.text)
+            self.num_hit_tokens += len(found) * self.pool.block_size
         request.seq_id = self._next_seq_id
         self._next_seq_id += 1
-        request.blocks = [*lent, *self.pool.allocate(self.pool.blocks_for(len(request.text)) - len(lent))]
-        request.kv_len = len(lent) * self.pool.block_size
+        request.blocks = [*found, *self.pool.allocate(self.pool.blocks_for(len(request.text)) - len(found))]
+        request.kv_len = len(found) * self.pool.block_size
         self.running.append(request)
-        self._shared.tidy(request.family)
 
-    def _prompt_rows(self, request: Request, propose: Propose, left: _Left) -> list[Rows]:
+    def _prompt_rows(self, request: Request, propose: Propose, left: RowsLeft) -> list[Rows]:
         """The next chunk of a prompt, if there is room for it, followed by a proposal if it is the last one."""
         chunk = left.chunk(request)
         if chunk == 0:
@@ -250,27 +215,7 @@ class Batcher:
         """Rows for ``num_text_rows`` tokens of the text and, at its end, for at most ``spare`` proposed tokens."""
         is_last = num_text_rows == request.num_missing
         proposal = self._fitting(request, propose(request), spare) if is_last and spare > 0 else None
-        proposed = proposal.tokens if proposal is not None else ()
-        start = request.kv_len
-        tokens = request.text.tokens
-        num_scored = min(num_text_rows, request.num_unscored) if start >= request.num_scored else 0
-        first = 0 if num_scored else num_text_rows - 1
-        is_first = not request.is_told
-        sampling = request.new.sampling
-        plan = SequencePlan(
-            seq_id=request.seq_id,
-            generation=request.new.generation,
-            kv_len=start,
-            tokens=(*tokens[start : start + num_text_rows], *proposed),
-            block_keep=request.blocks_told,
-            block_append=tuple(request.blocks[request.blocks_told :]),
-            num_proposal_tokens=len(proposed),
-            draft_rows=proposal.rows if proposal is not None else (),
-            logits_rows=tuple(range(first, num_text_rows + len(proposed))) if is_last or num_scored else (),
-            sampling=sampling if is_first else None,
-            scored_tokens=tuple(tokens[start + 1 : start + 1 + num_scored]),
-            prefix_tokens=tuple(tokens[:start]) if is_first and needs_text(sampling) else (),
-        )
+        plan = sequence_plan(request, num_text_rows, proposal)
         request.is_told = True
         request.blocks_told = len(request.blocks)
         return Rows(request, plan, proposal, request.proposal_draft if proposal is not None else "")

@@ -24,7 +24,8 @@ from outrider.router.draft_pool import DraftPool
 from outrider.router.drafts import DraftFacts, EvictionReason
 from outrider.router.profiler import Profiler
 from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
-from outrider.router.scheduler import Scheduler, SchedulerSettings
+from outrider.router.scheduler import Scheduler
+from outrider.router.settings import SchedulerSettings
 from outrider.router.target_stream import TargetStream
 from outrider.router.text import StopCutter, StopMatcher
 from outrider.router.tokenizer import TextTokenizer

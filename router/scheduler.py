@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from outrider.core.block_pool import BlockPool
 from outrider.core.plan import GroupInfo, SequenceError, SequenceResult, StepPlan, StepResult
 from outrider.core.proposal import Proposal, sound_part
-from outrider.router.batch import Batcher, Rows
+from outrider.router.batch import Batcher
 from outrider.router.checks import check_result, end_length
 from outrider.router.draft_book import DraftBook
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
@@ -27,26 +27,14 @@ from outrider.router.pacing import Pacer, usable
 from outrider.router.policy import after_plain_round, after_round
 from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest, NoStops, Request
 from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
+from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
+from outrider.router.step_rows import Rows
 
 
 def no_stops(request: NewRequest) -> Cutter:
     """The cutter of a request without stop strings."""
     return NoStops()
-
-
-@dataclass(frozen=True)
-class SchedulerSettings:
-    """What an operator sets.
-
-    Attributes:
-        max_queue: requests that may wait beside the ``max_num_seqs`` that run.
-        num_speculative_tokens: for requests that name no number of their own.
-    """
-
-    max_queue: int = 256
-    max_num_seqs: int = 64
-    num_speculative_tokens: int = 4
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class Scheduler:
         self.epoch = epoch
         self._make_cutter = make_cutter
         self._requests = RequestBook()
-        self._batcher = Batcher(info, settings.max_num_seqs)
+        self._batcher = Batcher(info, settings.max_num_seqs, enable_prefix_caching=settings.enable_prefix_caching)
         self._drafts = DraftBook()
         self._in_flight: _Step | None = None
         self._num_steps = 0
@@ -272,6 +260,9 @@ class Scheduler:
             num_steps=self._num_steps,
             num_blocks=self._batcher.pool.num_blocks,
             num_free_blocks=self._batcher.pool.num_free,
+            num_cached_blocks=self._batcher.pool.num_cached,
+            prefix_cache_queries=self._batcher.num_queried_tokens,
+            prefix_cache_hits=self._batcher.num_hit_tokens,
             num_preemptions=self._batcher.num_preemptions,
             drafts=self._drafts.snapshots(),
         )

@@ -24,7 +24,7 @@ from outrider.router.group import Group, GroupSettings
 from outrider.router.group_service import GroupServicer
 from outrider.router.live_settings import LiveSettings, SettingsFollower
 from outrider.router.sampling_params import Defaults
-from outrider.router.scheduler import SchedulerSettings
+from outrider.router.settings import SchedulerSettings, scheduler_settings
 from outrider.router.streams import CHANNEL_OPTIONS
 from outrider.router.tokenizer import TextTokenizer
 from outrider.v1 import (
@@ -156,11 +156,7 @@ class RouterServer:
         self.group.update_settings(self._scheduler_settings(live))
 
     def _scheduler_settings(self, live: LiveSettings) -> SchedulerSettings:
-        return SchedulerSettings(
-            max_queue=self._config.router.max_queue,
-            max_num_seqs=self._config.max_num_seqs,
-            num_speculative_tokens=live.num_speculative_tokens,
-        )
+        return scheduler_settings(self._config, live.num_speculative_tokens)
 
     async def _show(self) -> None:
         """Keep health and registration as they should be: known to others once it serves, and as long as it lives."""

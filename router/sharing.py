@@ -1,95 +1,59 @@
-"""Prompts that several choices of a request share: computed once, block by block the same memory.
+"""Beginnings of texts that were computed before: found by their hashes, block by block, instead of computed again.
 
-Whole blocks of the prompt are shared, but for its last token, which each choice computes for itself to get its first
-row. Nobody writes into a shared block: every choice goes on in blocks of its own.
+Only full blocks whose keys and values are all of committed tokens are entered, so a block that holds rejected rows
+never is (``computed`` looks at ``kv_len``, which counts what was committed). A request takes over whole blocks, but
+never its last token, which it computes for itself to get its first row. Nobody writes into such a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 
 from outrider.core.block_pool import BlockPool
-from outrider.router.families import Family
 from outrider.router.requests import Request
 
 
-class SharedPrompts:
-    """Lends prompts to choices that wait.
+class PrefixCache:
+    """Names blocks after the text up to their ends, and finds them.
 
-    Blocks of a prompt are kept here from when one choice has computed it until the last that waited has begun, so that
-    they outlive the choice that computed them. They are held like those of a request, and given up when memory is
-    short.
+    With ``enabled`` unset only the choices of one request find each other's blocks.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, *, enabled: bool) -> None:
         self._pool = pool
-        self._kept: dict[Family, list[int]] = {}
+        self._enabled = enabled
 
-    def tables(self) -> list[list[int]]:
-        """What is held."""
-        return list(self._kept.values())
-
-    def num_sharable(self, request: Request) -> int:
-        """Positions of its prompt that a request may take from another choice."""
+    def find(self, request: Request) -> list[int]:
+        """Blocks that hold the longest known beginning of the text of a request that begins; the caller holds them."""
         if request.num_unscored:
-            return 0  # rows that are to be scored must be computed
-        return (request.prompt_len - 1) // self._pool.block_size * self._pool.block_size
+            return []  # rows that are to be scored must be computed
+        return self._pool.find(self._names(request, 0, len(request.text) - 1))
 
     def must_wait(self, request: Request) -> bool:
         """Whether another choice is computing what this one could share: it had better begin when that is done."""
-        length = self.num_sharable(request)
-        if length == 0 or self._lent(request, length) is not None:
+        length, others = request.prompt_len - 1, request.family.members
+        wanted = length // self._pool.block_size
+        if len(others) == 1 or wanted == 0 or request.num_unscored:
             return False
-        return any(other.seq_id for other in request.family.members.values())
-
-    def num_lent(self, request: Request) -> int:
-        """Blocks that a waiting request would get if it began now."""
-        length = self.num_sharable(request)
-        return length // self._pool.block_size if length and self._lent(request, length) is not None else 0
-
-    def lend(self, request: Request) -> list[int]:
-        """The first ``num_lent`` blocks of the table of a request that begins; the caller releases them one day."""
-        length = self.num_sharable(request)
-        table = self._lent(request, length) if length else None
-        return self._pool.fork(table, length) if table is not None else []
+        if not any(other.seq_id and other.kv_len < wanted * self._pool.block_size for other in others.values()):
+            return False
+        return len(self._pool.find(self._names(request, 0, length))) < wanted
 
     def computed(self, request: Request, kv_len_before: int) -> None:
-        """A request has computed more: keep its prompt if it is complete now and others wait for it."""
-        length = (request.prompt_len - 1) // self._pool.block_size * self._pool.block_size
-        if kv_len_before < length <= request.kv_len and _waiting(request.family) and request.family not in self._kept:
-            self._kept[request.family] = self._pool.fork(request.blocks, length)
-
-    def tidy(self, family: Family) -> None:
-        """Keep nothing for a family of which nobody waits."""
-        if family in self._kept and not _waiting(family):
-            self._pool.release(self._kept.pop(family))
-
-    def give_up(self, but: Family | None = None) -> bool:
-        """Free blocks by giving up what was kept last, not that of ``but``; False if that would free none."""
-        for family in reversed(self._kept):
-            if family is not but and self._pool.num_freed_by(self._kept[family]):
-                self._pool.release(self._kept.pop(family))
-                return True
-        return False
+        """Keys and values of a running request are valid up to its ``kv_len`` now."""
+        names = self._names(request, kv_len_before, request.kv_len)
+        for index, name in enumerate(names, kv_len_before // self._pool.block_size):
+            self._pool.name(request.blocks[index], name)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raise ``AssertionError`` if something is kept for nobody, or a shared block lies within reach of a write."""
-        for family in self._kept:
-            if not _waiting(family):
-                raise AssertionError("a prompt is kept that nobody waits for")
+        """Raise ``AssertionError`` if a block that others may read lies within reach of a write."""
         for request in requests:
-            written = request.blocks[request.kv_len // self._pool.block_size :]
-            if self._pool.num_freed_by(written) != len(written):
-                raise AssertionError(f"{request.new.request_id} writes into a block that another one reads")
+            if self._pool.num_shared(request.blocks[request.kv_len // self._pool.block_size :]):
+                raise AssertionError(f"{request.new.request_id} writes into a block that another one may read")
 
-    def _lent(self, request: Request, length: int) -> Sequence[int] | None:
-        """A table whose first ``length`` positions hold the request's prompt, or None."""
-        kept = self._kept.get(request.family)
-        if kept is not None:
-            return kept
-        others = request.family.members.values()
-        return next((other.blocks for other in others if other.seq_id and other.kv_len >= length), None)
-
-
-def _waiting(family: Family) -> list[Request]:
-    return [request for request in family.members.values() if not request.seq_id]
+    def _names(self, request: Request, start: int, end: int) -> Iterator[Hashable]:
+        """Names of the blocks that are full at ``end`` positions and were not at ``start``."""
+        size = self._pool.block_size
+        for index in range(start // size, end // size):
+            prefix_hash = request.text.hashes[(index + 1) * size]
+            yield prefix_hash if self._enabled else (request.family, prefix_hash)

@@ -17,11 +17,23 @@ class DraftSnapshot:
 
 @dataclass(frozen=True)
 class SchedulerSnapshot:
+    """Counts since the scheduler began, and how things are now.
+
+    Attributes:
+        num_free_blocks: blocks that nobody holds, those of the prefix cache among them.
+        num_cached_blocks: blocks that nobody holds and that are found by their text.
+        prefix_cache_queries: tokens of texts that were looked up in the prefix cache.
+        prefix_cache_hits: those of them that were found and not computed again.
+    """
+
     epoch: int
     num_waiting: int
     num_running: int
     num_steps: int
     num_blocks: int
     num_free_blocks: int
+    num_cached_blocks: int
     num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
     drafts: tuple[DraftSnapshot, ...]

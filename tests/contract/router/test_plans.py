@@ -14,7 +14,8 @@ from outrider.core.proposal import Proposal, SparseRow
 from outrider.core.sampling import Sampling, Verifier
 from outrider.router.drafts import DraftClose, DraftCommit, DraftFacts, DraftOpen
 from outrider.router.requests import NewRequest
-from outrider.router.scheduler import Scheduler, SchedulerSettings
+from outrider.router.scheduler import Scheduler
+from outrider.router.settings import SchedulerSettings
 from outrider.v1 import target_pb2
 from outrider.workers.target.state import Limits, SequenceTable
 

@@ -31,7 +31,8 @@ from outrider.core.proposal import Proposal, SparseRow
 from outrider.core.sampling import Sampling, Verifier
 from outrider.router.drafts import DraftClose, DraftCommit, DraftFacts, DraftOpen
 from outrider.router.requests import Committed, FinishReason, NewRequest
-from outrider.router.scheduler import Scheduler, SchedulerSettings
+from outrider.router.scheduler import Scheduler
+from outrider.router.settings import SchedulerSettings
 
 VOCAB_SIZE = 23
 

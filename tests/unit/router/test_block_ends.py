@@ -8,7 +8,8 @@ from outrider.core.errors import InvalidRequest
 from outrider.core.sampling import Sampling, Verifier
 from outrider.router.requests import FinishReason, NoStops
 from outrider.router.rounds import cut
-from outrider.router.scheduler import Scheduler, SchedulerSettings
+from outrider.router.scheduler import Scheduler
+from outrider.router.settings import SchedulerSettings
 
 PROMPT = [3, 1, 4, 1, 5]
 

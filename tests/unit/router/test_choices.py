@@ -11,7 +11,7 @@ from outrider.core.grammar import Grammar, GrammarKind
 from outrider.core.plan import SequenceError, SequenceResult
 from outrider.core.sampling import Sampling
 from outrider.router.requests import FinishReason
-from outrider.router.scheduler import SchedulerSettings
+from outrider.router.settings import SchedulerSettings
 
 SAMPLING = Sampling(seed=5)
 PROMPT = list(range(17))  # four full blocks of four, and a token that every choice computes for itself
@@ -124,34 +124,16 @@ def test_aborting_the_request_ends_all_its_choices(toy, steps: int) -> None:
     world.check_ends()
 
 
-def test_memory_that_is_kept_for_choices_is_given_up_before_a_request_is_preempted(toy) -> None:
-    world = toy.World(toy.group_info(num_blocks=5))
+def test_a_prompt_that_was_forgotten_meanwhile_is_computed_anew(toy) -> None:
+    """Where memory is short others come first: what nobody holds is no reason to preempt anybody."""
+    world = toy.World(toy.group_info(num_blocks=5), SchedulerSettings(max_num_seqs=2))
     world.add("x", [1, 2, 3, 4], max_tokens=13)
     world.add("r", PROMPT[:9], num_choices=3, max_tokens=1, sampling=SAMPLING)
     world.step()
     assert "r" in world.ends
-    assert used_blocks(world) == 1 + 2
-    while "x" not in world.ends:
-        world.step()
-        assert "r/1" not in world.ends, "unknown: memory was never short"
-    assert world.scheduler.snapshot().num_preemptions == 0
+    assert world.scheduler.snapshot().num_cached_blocks == 2
     world.run_to_end()
-    assert world.group.num_shared_positions == 8  # r/1 computed it anew, and r/2 shared that
-    world.check_ends()
-
-
-def test_what_is_kept_for_others_does_not_bar_the_head_of_the_queue(toy) -> None:
-    """Whoever it is: where nothing runs it must go on. (No order of events is known that makes this one the head.)"""
-    world = toy.World(toy.group_info(num_blocks=8))
-    world.add("a", PROMPT, num_choices=2, max_tokens=1, sampling=SAMPLING)
-    world.step()
-    assert used_blocks(world) == 4
-    world.add("b", list(range(20)), max_tokens=2)
-    world.scheduler._batcher.waiting.rotate(1)
-    assert text_rows(world.step()) == [20]
-    assert used_blocks(world) == 5
-    world.run_to_end()
-    assert list(world.ends) == ["a", "b", "a/1"]
+    assert len(world.ends) == 4
     world.check_ends()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.core.sampling import Sampling, Verifier
 from outrider.router.drafts import EvictionReason
-from outrider.router.scheduler import SchedulerSettings
+from outrider.router.settings import SchedulerSettings
 
 STEP_S = 1.0
 

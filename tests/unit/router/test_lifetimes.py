@@ -9,7 +9,7 @@ import pytest
 from outrider.core.errors import Conflict, GroupError, Overloaded
 from outrider.core.plan import SequenceError, SequenceResult, StepResult
 from outrider.router.requests import FinishReason
-from outrider.router.scheduler import SchedulerSettings
+from outrider.router.settings import SchedulerSettings
 
 
 def test_v1_a_cancelled_rounds_result_does_not_land_in_the_request_that_took_its_id(toy) -> None:

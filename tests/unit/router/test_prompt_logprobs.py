@@ -13,7 +13,8 @@ from outrider.core.errors import GroupError
 from outrider.core.logprobs import TokenLogprobs
 from outrider.core.sampling import Sampling
 from outrider.router import batch
-from outrider.router.scheduler import Scheduler, SchedulerSettings
+from outrider.router.scheduler import Scheduler
+from outrider.router.settings import SchedulerSettings
 
 PROMPT = [(7 * index) % 23 for index in range(30)]
 SCORING = Sampling(seed=3, prompt_logprobs=2, logprobs=1)

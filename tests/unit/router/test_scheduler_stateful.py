@@ -1,7 +1,8 @@
 """Whatever happens, each request's text is the one of plain decoding, and the books balance.
 
-Catches, among others: a suffix kept after a rejection, stale keys and values, blocks freed under a running step,
-results of an old request taken for a new one's, prompts chunked wrongly, a request that never ends.
+Catches, among others: a suffix kept after a rejection, stale keys and values, a block with rejected rows in the prefix
+cache, blocks freed under a running step, results of an old request taken for a new one's, prompts chunked wrongly, a
+request that never ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outrider.core.sampling import Sampling, Verifier
 from outrider.router import batch
 from outrider.router.drafts import EvictionReason
 from outrider.router.requests import FinishReason
-from outrider.router.scheduler import SchedulerSettings
+from outrider.router.settings import SchedulerSettings
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "x*")  # the toy knows none, but the text must travel with it
 SAMPLINGS = {
@@ -34,6 +35,13 @@ SAMPLINGS = {
     Verifier.COUPLED: Sampling(verifier=Verifier.COUPLED),
     Verifier.REJECTION: Sampling(verifier=Verifier.REJECTION),
 }
+
+BEGINNING = [7, 7, 7, 1, 2, 3, 4, 5, 6, 7, 8]
+PROMPTS = st.builds(  # many begin alike
+    lambda length, tail: BEGINNING[:length] + tail,
+    st.integers(0, len(BEGINNING)),
+    st.lists(st.integers(0, 22), min_size=1, max_size=14),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -47,8 +55,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.old_texts: dict[int, list[list[int]]] = {}
         self.old_results: list[StepResult] = []
 
-    @initialize(prompts=st.lists(st.lists(st.integers(0, 22), min_size=1, max_size=12), min_size=2, max_size=5))
-    def begin(self, prompts) -> None:
+    @initialize(
+        prompts=st.lists(PROMPTS, min_size=2, max_size=5), enable_prefix_caching=st.sampled_from([True, True, False])
+    )
+    def begin(self, prompts, enable_prefix_caching) -> None:
+        settings = dataclasses.replace(self.world.scheduler.settings, enable_prefix_caching=enable_prefix_caching)
+        self.world = self.toy.World(self.world.info, settings)
         self.world.join("x")
         self.generation += 1
         for request_id, prompt in zip("abcde", prompts, strict=False):
@@ -57,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         request_id=st.sampled_from("abcdefg"),
-        prompt=st.lists(st.integers(0, 22), min_size=1, max_size=25),
+        prompt=PROMPTS,
         max_tokens=st.none() | st.integers(1, 12),
         k=st.none() | st.integers(0, 6),
         eos=st.frozensets(st.integers(0, 22), max_size=1),

@@ -1,0 +1,33 @@
+"""What an operator sets for the scheduler of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.cluster.config import ClusterConfig
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """How requests share a group.
+
+    Attributes:
+        max_queue: requests that may wait beside the ``max_num_seqs`` that run.
+        num_speculative_tokens: for requests that name no number of their own.
+        enable_prefix_caching: whether a request takes over what others computed of its text; as it is at the start.
+    """
+
+    max_queue: int = 256
+    max_num_seqs: int = 64
+    num_speculative_tokens: int = 4
+    enable_prefix_caching: bool = True
+
+
+def scheduler_settings(config: ClusterConfig, num_speculative_tokens: int) -> SchedulerSettings:
+    """Those of a settings file, with the number of speculative tokens that holds at present."""
+    return SchedulerSettings(
+        max_queue=config.router.max_queue,
+        max_num_seqs=config.max_num_seqs,
+        num_speculative_tokens=num_speculative_tokens,
+        enable_prefix_caching=config.router.enable_prefix_caching,
+    )
