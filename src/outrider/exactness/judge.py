@@ -61,11 +61,14 @@ class Judge:
         self._num_texts += 1
         if not text.output:
             return
-        rows = self._oracle.rows(text.prompt_tokens, text.output)
-        if text.logprobs is not None:
-            self._check_logprobs(rows, text)
         if text.prompt_logprobs is not None and self._mode == "raw":
             self._check_prompt(text)
+        for rows in self._oracle.rows(text.prompt_tokens, text.output):
+            self._take_rows(rows, text)
+
+    def _take_rows(self, rows: Rows, text: Text) -> None:
+        if text.logprobs is not None:
+            self._check_logprobs(rows, text)
         if self._oracle.is_greedy:
             self._take_greedy(rows, text)
             return
@@ -83,23 +86,27 @@ class Judge:
         self._impossible += [_where(text, index) for index in impossible]
 
     def _take_greedy(self, rows: Rows, text: Text) -> None:
-        tokens = torch.tensor(text.output)
+        tokens = torch.tensor(text.output[rows.start : rows.start + len(rows.scores)])
         gap = rows.scores.amax(dim=-1) - rows.scores.gather(1, tokens[:, None])[:, 0]
         wrong = ~(gap < GREEDY_GAP)
         near = int(((gap > 0.0) & ~wrong).sum())
         self.counts += Counts(judged=len(tokens) - near, on_border=near, impossible=int(wrong.sum()))
-        self._impossible += [f"{_where(text, i)}, {float(gap[i]):.3g} below" for i in wrong.nonzero()[:, 0].tolist()]
+        self._impossible += [
+            f"{_where(text, rows.start + i)}, {float(gap[i]):.3g} below" for i in wrong.nonzero()[:, 0].tolist()
+        ]
 
     def _check_logprobs(self, rows: Rows, text: Text) -> None:
         own = torch.log_softmax((rows.raw if self._mode == "raw" else rows.scores).double(), dim=-1)  # [T, V]
-        for index, (token, entry) in enumerate(zip(text.output, text.logprobs or (), strict=True)):
+        entries = list(zip(text.output, text.logprobs or (), strict=True))[rows.start : rows.start + len(own)]
+        for index, (token, entry) in enumerate(entries):
             if self._mode != "raw" and float(rows.borders.uncertain_mass[index]) > MAX_UNCERTAIN:
                 continue
             logprob, top = entry
             for tried, value in ((token, logprob), *top.items()):
                 if value is None or not _close(own[index], tried, value):
+                    wanted = float(own[index, tried])
                     self._logprobs.append(
-                        f"{_where(text, index)}: {value} for token {tried}, not {float(own[index, tried]):.4f}"
+                        f"{_where(text, rows.start + index)}: {value} for token {tried}, not {wanted:.4f}"
                     )
                     break
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,10 @@ def require_known(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"check-exactness has no oracle for {', '.join(sorted(unknown))}")
 
 
+# Entries of rows that are handled at once: some float64 copies of them are made.
+MAX_ENTRIES = 1 << 22
+
+
 class Oracle:
     """The target model, and the draft's where it is named, under the settings of the requests.
 
@@ -95,22 +99,31 @@ class Oracle:
         ids: list[int] = self.tokenizer.encode(text)
         return ids
 
-    def rows(self, prompt: Sequence[int], output: Sequence[int]) -> Rows:
-        """The rows of the output's tokens: one pass over the text, then the controls row by row.
+    def rows(self, prompt: Sequence[int], output: Sequence[int]) -> Iterator[Rows]:
+        """The rows of the output's tokens, some at a time: one pass over the text, then the controls row by row.
 
         At temperature 0 there is nothing to draw: the scores are those that the most likely token is chosen by.
         """
+        text = torch.tensor([*prompt, *output])
         raw = self._logits(self._model, prompt, output)
-        scores = self._processed(raw, prompt, output)
-        if self.is_greedy:
-            none = torch.zeros(len(output), dtype=torch.float64)
-            return Rows(raw, scores, Borders(~torch.isneginf(scores), none))
-        scores, borders = warped(self._settings, scores)
-        draft = None
-        if self._draft is not None:
-            theirs = self._processed(self._logits(self._draft, prompt, output), prompt, output)
-            draft = theirs / float(self._settings.get("temperature", 1.0))
-        return Rows(raw, scores, borders, draft)
+        theirs = None if self._draft is None else self._logits(self._draft, prompt, output)
+        ours = self._processors(len(prompt))
+        for_draft = self._processors(len(prompt))  # grammars follow one text each
+        step = max(1, MAX_ENTRIES // self.vocab_size)
+        for start in range(0, len(output), step):
+            part = raw[start : start + step]
+            first = len(prompt) + start
+            scores = _processed(ours, part, text, first)
+            if self.is_greedy:
+                none = torch.zeros(len(part), dtype=torch.float64)
+                yield Rows(start, part, scores, Borders(~torch.isneginf(scores), none))
+                continue
+            scores, borders = warped(self._settings, scores)
+            draft = None
+            if theirs is not None:
+                draft = _processed(for_draft, theirs[start : start + step], text, first)
+                draft /= float(self._settings.get("temperature", 1.0))
+            yield Rows(start, part, scores, borders, draft)
 
     def prompt_log_probs(self, prompt: Sequence[int]) -> Tensor:
         """[len(prompt) - 1, V] float64: the model's own, of each token of the prompt but the first."""
@@ -123,18 +136,14 @@ class Oracle:
             logits = model(tokens, logits_to_keep=len(output) + 1).logits[0, :-1, : self.vocab_size]
         return logits.float().cpu().clone()
 
-    def _processed(self, raw: Tensor, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-        processors = logits_processors(
+    def _processors(self, prompt_len: int) -> list[Any]:
+        return logits_processors(
             self._settings,
-            prompt_len=len(prompt),
+            prompt_len=prompt_len,
             end_token_ids=self._end_token_ids(),
             bad_words_ids=self._bad_words_ids,
-            allowed=self._grammar.follower(len(prompt)) if self._grammar is not None else None,
+            allowed=self._grammar.follower(prompt_len) if self._grammar is not None else None,
         )
-        if not processors:
-            return raw
-        text = torch.tensor([*prompt, *output])
-        return torch.stack([processed(processors, text[: len(prompt) + t], raw[t]) for t in range(len(output))])
 
     def _end_token_ids(self) -> list[int]:
         own = () if self._settings.get("ignore_eos") else self.eos_token_ids
@@ -201,6 +210,13 @@ class _Grammar:
             return tokens
 
         return allowed
+
+
+def _processed(processors: list[Any], raw: Tensor, text: Tensor, first: int) -> Tensor:
+    """[T, V] float32: rows of the tokens from ``first`` on in the text, each after its own prefix; a new tensor."""
+    if not processors:
+        return raw.clone()
+    return torch.stack([processed(processors, text[: first + t], row) for t, row in enumerate(raw)])
 
 
 def _load(model: Path) -> Any:

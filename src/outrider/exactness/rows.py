@@ -14,8 +14,8 @@ from outrider.exactness.processors import Borders
 
 # A row whose border is uncertain by more than this mass is left out; see ``processors.Borders``.
 MAX_UNCERTAIN = 1e-3
-# A row in which one token has all but this mass leaves no choice.
-NO_CHOICE = 1e-6
+# A row in which one token has all but this mass leaves no choice: another one is as good as impossible.
+NO_CHOICE = 1e-9
 # Ranks at which the cells of rank begin: the likeliest token, the second, the next two, ...
 RANKS = np.array([0, 1, 2, 4, 8, 16, 64, 512])
 NUM_HASH_CELLS = 16
@@ -23,15 +23,17 @@ NUM_HASH_CELLS = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """The oracle's view of the T output tokens of one text.
+    """The oracle's view of T neighbouring tokens of one text's output.
 
     Attributes:
+        start: place of the first of them in the output.
         raw: [T, V] float32: the model's logits.
         scores: [T, V] float32: after every control; -inf for tokens that are excluded.
         borders: tokens that rounding may allow or not.
         draft: [T, V] float32: the same scores by the draft's model; None if it was not named.
     """
 
+    start: int
     raw: Tensor
     scores: Tensor
     borders: Borders
@@ -80,19 +82,23 @@ def measure(
     hashing: Hashing,
     rng: np.random.Generator,
 ) -> tuple[Evidence, Counts, list[int]]:
-    """Evidence from one text; what became of its tokens; places in the output of impossible ones.
+    """Evidence from rows of one text; what became of their tokens; places in the output of impossible ones.
 
     Args:
+        output: the whole of it.
         labels: ``text`` and ``prompt`` numbers of the evidence.
         place: of each output token in its round.
         rng: source of the uniform shares; independent of everything that the server draws.
     """
-    tokens = torch.tensor(list(output), dtype=torch.int64)
+    end = rows.start + len(rows.scores)
+    tokens = torch.tensor(list(output[rows.start : end]), dtype=torch.int64)  # [T]
     probs = torch.softmax(rows.scores.double(), dim=-1)  # [T, V]
     chosen = probs.gather(1, tokens[:, None])[:, 0]  # [T]
     impossible = ~rows.borders.loose.gather(1, tokens[:, None])[:, 0]
     uncertain_mass = rows.borders.uncertain_mass
-    forced = ~impossible & (probs.amax(dim=-1) > 1.0 - NO_CHOICE)
+    forced = probs.amax(dim=-1) > 1.0 - NO_CHOICE
+    impossible |= forced & (chosen <= NO_CHOICE)
+    forced &= ~impossible
     uncertain = ~impossible & ~forced & (uncertain_mass > MAX_UNCERTAIN)
     on_border = ~impossible & ~forced & ~uncertain & (chosen <= 0.0)
     judged = ~(impossible | forced | uncertain | on_border)
@@ -117,8 +123,8 @@ def measure(
     log_probs = probs.clamp(min=1e-300).log()
     mean = (probs * log_probs).sum(dim=-1)
     variance = ((probs * log_probs.square()).sum(dim=-1) - mean.square()).clamp(min=0.0)
-    classes = _repeats(prompt, output, probs.shape[-1], keep.tolist())
-    numbers = keep.numpy()
+    numbers = rows.start + keep.numpy()
+    classes = _repeats(prompt, output[:end], probs.shape[-1], numbers.tolist())
     evidence = Evidence(
         text=np.full(len(keep), labels["text"]),
         prompt=np.full(len(keep), labels["prompt"]),
@@ -136,7 +142,7 @@ def measure(
         log_mean=mean.numpy(),
         log_variance=variance.numpy(),
     )
-    return evidence, counts, impossible.nonzero()[:, 0].tolist()
+    return evidence, counts, (rows.start + impossible.nonzero()[:, 0]).tolist()
 
 
 def _orders(rows: Rows, keep: Tensor, hashing: Hashing) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def generated(oracle: Oracle, settings: dict[str, Any]) -> tuple[list[int], list
 def test_rows_are_those_that_transformers_samples_from(ours: dict[str, Any], theirs: dict[str, Any] | None) -> None:
     oracle = Oracle(TARGET, ours)
     prompt, output, scores = generated(oracle, {"do_sample": True, **(ours if theirs is None else theirs)})
-    rows = oracle.rows(prompt, output)
+    (rows,) = oracle.rows(prompt, output)
     certain = rows.borders.uncertain_mass < 1e-9
     assert int(certain.sum()) > len(output) // 2
     wanted, found = torch.softmax(scores, -1)[certain], torch.softmax(rows.scores, -1)[certain]
@@ -71,7 +71,7 @@ def test_rows_are_those_that_transformers_samples_from(ours: dict[str, Any], the
 def test_greedy_rows_choose_what_transformers_chooses() -> None:
     oracle = Oracle(TARGET, {"temperature": 0.0, "repetition_penalty": 1.3})
     prompt, output, _ = generated(oracle, {"do_sample": False, "repetition_penalty": 1.3})
-    rows = oracle.rows(prompt, output)
+    (rows,) = oracle.rows(prompt, output)
     assert rows.scores.argmax(dim=-1).tolist() == output
     assert float(rows.borders.uncertain_mass.sum()) == 0.0
 
@@ -80,7 +80,7 @@ def test_bad_words_are_spelt_bare_and_with_a_space() -> None:
     oracle = Oracle(TARGET, {"bad_words": ["the"]})
     prompt = oracle.encode(PROMPT)
     output = oracle.tokenizer.encode(" in the list", add_special_tokens=False)
-    rows = oracle.rows(prompt, output)
+    (rows,) = oracle.rows(prompt, output)
     for text in ("the", " the"):
         spelt = oracle.tokenizer.encode(text, add_special_tokens=False)
         if len(spelt) == 1:
@@ -111,7 +111,7 @@ def test_grammars_are_followed_from_the_start(settings: dict[str, Any], text: st
     output = [token for piece in pieces for token in oracle.tokenizer.encode(piece, add_special_tokens=False)]
     if leaves_at is None:
         output.append(oracle.eos_token_ids[0])
-    rows = oracle.rows(prompt, output)
+    (rows,) = oracle.rows(prompt, output)
     allowed = [bool(rows.borders.loose[t, token]) for t, token in enumerate(output)]
     if leaves_at is None:
         assert all(allowed)
@@ -119,6 +119,21 @@ def test_grammars_are_followed_from_the_start(settings: dict[str, Any], text: st
     else:
         index = re.search(leaves_at, text).start()  # type: ignore[union-attr]
         assert allowed == [True] * index + [False] * (len(output) - index)
+
+
+def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"regex": "[a-z ]{2,40}", "frequency_penalty": 0.5, "top_k": 100}
+    oracle = Oracle(TARGET, settings, draft=TARGET.parent / "draft")
+    prompt, output = oracle.encode(PROMPT), oracle.tokenizer.encode("and the list of the", add_special_tokens=False)
+    (whole,) = oracle.rows(prompt, output)
+    monkeypatch.setattr("outrider.exactness.oracle.MAX_ENTRIES", 2 * oracle.vocab_size + 1)
+    parts = list(oracle.rows(prompt, output))
+    assert [rows.start for rows in parts] == list(range(0, len(output), 2))
+    for name in ("raw", "scores", "draft"):
+        assert torch.equal(torch.cat([getattr(rows, name) for rows in parts]), getattr(whole, name)), name
+    assert torch.equal(torch.cat([rows.borders.loose for rows in parts]), whole.borders.loose)
+    assert whole.draft is not None
+    assert not torch.equal(whole.draft, whole.scores)
 
 
 def test_prompt_log_probs_are_those_of_one_pass() -> None:

@@ -23,7 +23,7 @@ def made_rows(count: int = len(OUTPUT), seed: int = 0) -> Rows:
     scores = raw / 0.8
     scores[:, 100:200] = -torch.inf
     draft = scores + torch.randn(count, VOCAB, generator=generator)
-    return Rows(raw, scores, Borders(~torch.isneginf(scores), torch.zeros(count, dtype=torch.float64)), draft)
+    return Rows(0, raw, scores, Borders(~torch.isneginf(scores), torch.zeros(count, dtype=torch.float64)), draft)
 
 
 def measured(rows: Rows, output: tuple[int, ...] = OUTPUT) -> tuple:
@@ -105,7 +105,7 @@ def test_borders_are_kept_apart() -> None:
     loose = rows.borders.loose.clone()
     loose[1, 150] = True  # rounding may allow what was drawn
     uncertain_mass = torch.tensor([0.0, 1e-4, 2e-3, 0.0, 0.0], dtype=torch.float64)
-    rows = Rows(rows.raw, rows.scores, Borders(loose, uncertain_mass), rows.draft)
+    rows = Rows(0, rows.raw, rows.scores, Borders(loose, uncertain_mass), rows.draft)
     evidence, counts, impossible = measured(rows, (7, 150, 7, 7, 899))
     assert impossible == []
     assert (counts.on_border, counts.uncertain, counts.judged) == (1, 1, 3)
@@ -116,10 +116,45 @@ def test_rows_without_a_choice_are_not_judged() -> None:
     rows = made_rows()
     scores = torch.full_like(rows.scores, -torch.inf)
     scores[:, 7] = 0.0
-    forced = Rows(rows.raw, scores, Borders(~torch.isneginf(scores), rows.borders.uncertain_mass), rows.draft)
+    forced = Rows(0, rows.raw, scores, Borders(~torch.isneginf(scores), rows.borders.uncertain_mass), rows.draft)
     evidence, counts, impossible = measured(forced)
     assert (counts.judged, counts.forced, len(evidence)) == (0, 3, 0)
     assert impossible == [1, 4]
+
+
+def test_rows_of_a_part_are_those_of_the_whole() -> None:
+    whole = made_rows()
+    evidence, counts, _ = measured(whole)
+    rng = np.random.default_rng(0)
+    parts = []
+    for start, stop in ((0, 2), (2, 5)):
+        assert whole.draft is not None
+        rows = Rows(
+            start,
+            whole.raw[start:stop],
+            whole.scores[start:stop],
+            Borders(whole.borders.loose[start:stop], whole.borders.uncertain_mass[start:stop]),
+            whole.draft[start:stop],
+        )
+        part, _, _ = measure(
+            rows,
+            PROMPT,
+            OUTPUT,
+            labels={"text": 3, "prompt": 1},
+            place=[0, 1, 2, 0, 1],
+            hashing=Hashing(VOCAB, 0),
+            rng=rng,
+        )
+        parts.append(part)
+    together = concatenate(parts)
+    assert together.index.tolist() == evidence.index.tolist()
+    assert together.place.tolist() == evidence.place.tolist()
+    assert counts.judged == len(together)
+    for order in evidence.u:
+        assert np.allclose(together.u[order], evidence.u[order], atol=1e-12)
+    for name, cells in evidence.cells.items():
+        assert np.array_equal(together.cells[name].cell, cells.cell)
+        assert np.allclose(together.cells[name].mass, cells.mass)
 
 
 def test_evidence_is_put_together_and_chosen_from() -> None:
