@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cluster.commands.bench import bench
 from outrider.cluster.commands.check_exactness import check_exactness
 from outrider.cluster.commands.common import (
     Address,
@@ -82,6 +83,7 @@ def status(file: File = None, cluster: Cluster = None, address: Address = None, 
 app.command("generate")(generate)
 app.command("check-exactness")(check_exactness)
 app.command("profile")(profile)
+app.command("bench")(bench)
 
 
 @app.command()

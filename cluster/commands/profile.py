@@ -59,7 +59,7 @@ def profile(
     router = address or router_of(running(cluster, file))
     if not router:
         raise ConfigError("the cluster has no router; see `outrider status`")
-    result = _with_bar(lambda tell: asyncio.run(_measure(router, request, timeout, tell)))
+    result = _with_bar(lambda tell: asyncio.run(measure(router, request, timeout, tell)))
     facts = as_facts(result)
     for line in facts["left_out"]:
         note(f"left out: {line}")
@@ -140,9 +140,10 @@ def as_table(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-async def _measure(
+async def measure(
     router: str, request: admin_pb2.ProfileRequest, timeout: float, tell: Tell
 ) -> admin_pb2.ProfileResult:
+    """Have a router measure. Raises what ``outrider.core.errors`` holds."""
     import grpc
 
     from outrider.core.errors_wire import error_from_rpc
