@@ -43,7 +43,13 @@ class EngineConfig(_Section):
 
     # Folder of a causal LM in Hugging Face format.
     model: str
+    # Of the weights. On a CPU, bfloat16 weights are multiplied with float32 activations.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # Linear layers in int8, on a CPU: a scale for each output, or for quantization_group_size inputs of each.
+    quantization: Literal["int8"] | None = None
+    quantization_group_size: PositiveInt | None = None
+    # Of cached keys and values; auto is the type of the activations.
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Positions of the longest sequence; None takes the model's own limit.
     max_model_len: PositiveInt | None = None
@@ -57,6 +63,12 @@ class EngineConfig(_Section):
     max_num_seqs: PositiveInt = 64
     # Threads of each rank; None shares the machine's cores among the ranks on it.
     num_threads: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _group_size_has_a_use(self) -> EngineConfig:
+        if self.quantization_group_size is not None and self.quantization is None:
+            raise ValueError("quantization_group_size is set, but quantization is not")
+        return self
 
 
 class TargetConfig(EngineConfig):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 127
+PART_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,19 @@ def quantize_int8(weight: Tensor, group_size: int | None = None) -> Weights:
 
     ``group_size`` None: one scale for each output.
     """
-    out_features, in_features = weight.shape
-    size = min(group_size or in_features, in_features)
-    wide = weight.float()
+    size = min(group_size or weight.shape[1], weight.shape[1])
+    # In parts, since a large vocabulary's head would take gigabytes in float32.
+    parts = [_quantize(rows.float(), size) for rows in weight.split(PART_ROWS)]
+    values, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Weights(values, scales.T.contiguous(), size)
+
+
+def _quantize(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """weight [n, in_features] float32 -> int8 of that shape, scales [n, groups]"""
+    num_rows, in_features = weight.shape
     groups = -(-in_features // size)
-    grouped = torch.nn.functional.pad(wide, (0, groups * size - in_features)).view(out_features, groups, size)
-    scales = grouped.abs().amax(dim=2) / LARGEST  # [out_features, groups]
+    grouped = torch.nn.functional.pad(weight, (0, groups * size - in_features)).view(num_rows, groups, size)
+    scales = grouped.abs().amax(dim=2) / LARGEST
     steps = torch.where(scales > 0, scales, torch.ones_like(scales))
     values = (grouped / steps[:, :, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8)
-    flat = values.view(out_features, groups * size)[:, :in_features]
-    return Weights(flat.contiguous(), scales.T.contiguous(), size)
+    return values.view(num_rows, groups * size)[:, :in_features], scales

@@ -7,6 +7,7 @@ last dimension, so they do not mix rows either.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,14 @@ class SequenceSlots:
         return self.start + self.num_rows
 
 
+@dataclass(frozen=True)
+class RowTable:
+    """The rows of a step as our attention kernels take them."""
+
+    slots: Tensor  # [total] int64, of each sequence's positions, one sequence after the other
+    rows: Tensor  # [num_rows, 4] int64, see ``kernels.cpu.plain.attention``
+
+
 @dataclass
 class AttentionStep:
     """What the attention layers need to know about a step."""
@@ -49,10 +58,32 @@ class AttentionStep:
     sequences: list[SequenceSlots]
     max_context: int  # the longest context that the engine admits, for the check of sliding windows
     layers_seen: set[int] = field(default_factory=set)
+    windows_seen: set[int] = field(default_factory=set)  # sliding windows that layers asked for
 
     @property
     def num_rows(self) -> int:
         return self.slot_mapping.shape[0]
+
+    @functools.cached_property
+    def row_table(self) -> RowTable:
+        """Made once for all layers. Each row sees all positions up to its own."""
+        rows: list[tuple[int, int, int, int]] = []
+        first = 0
+        for sequence in self.sequences:
+            lengths = range(sequence.start + 1, sequence.length + 1)
+            rows.extend((first, length, length, 0) for length in lengths)
+            first += len(sequence.slots)
+        return RowTable(torch.cat([sequence.slots for sequence in self.sequences]), torch.tensor(rows))
+
+    def check_window(self, sliding_window: int | None) -> None:
+        """Raises ``ConfigError`` where a context may outgrow a layer's window, which is not there."""
+        if sliding_window is None:
+            return
+        self.windows_seen.add(sliding_window)
+        if sliding_window < self.max_context:
+            raise ConfigError(
+                f"max_model_len is {self.max_context}, but the model's sliding window allows at most {sliding_window}"
+            )
 
 
 def padded_context(length: int) -> int:
@@ -114,10 +145,7 @@ def paged_attention(
         raise ConfigError(
             f"model: {type(module).__name__} wants soft-capped, sink or masked attention, which is not there"
         )
-    if sliding_window is not None and sliding_window < step.max_context:
-        raise ConfigError(
-            f"max_model_len is {step.max_context}, but the model's sliding window allows at most {sliding_window}"
-        )
+    step.check_window(sliding_window)
     if key.shape[1:2] + key.shape[3:] != step.keys[0].shape[1:] or value.shape != key.shape:
         raise ConfigError(f"model: {type(module).__name__} shapes its keys and values in a way the cache does not hold")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -131,9 +159,10 @@ def paged_attention(
     out = torch.zeros(rows.shape, dtype=query.dtype, device=query.device)
     for sequence in step.sequences:
         chosen = slice(sequence.first_row, sequence.first_row + sequence.num_rows)
-        own_values = values.index_select(0, sequence.slots)
+        own_keys = keys.index_select(0, sequence.slots).to(query.dtype)
+        own_values = values.index_select(0, sequence.slots).to(query.dtype)
         own_values[sequence.length :] = 0  # whatever lies in slots that this sequence has not written
-        attend_rows(rows[chosen], keys.index_select(0, sequence.slots), own_values, sequence.start, scale, out[chosen])
+        attend_rows(rows[chosen], own_keys, own_values, sequence.start, scale, out[chosen])
     return out.unsqueeze(0), None
 
 

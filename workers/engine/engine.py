@@ -16,10 +16,10 @@ from outrider.core.fingerprint import read_vocab, vocab_fingerprint, vocab_size
 from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep
 from outrider.workers.engine.batch import Limits, PackedRows, RowBuffers, SequenceRows
 from outrider.workers.engine.kv_cache import KVCache, default_num_blocks, free_memory
-from outrider.workers.engine.linear import MIN_ROWS
 from outrider.workers.engine.loading import ModelShape, load_model, read_model_config
 from outrider.workers.engine.parallel import Parallel
-from outrider.workers.engine.selfcheck import activations_are_row_invariant, linears_are_row_invariant, row_counts
+from outrider.workers.engine.products import MIN_ROWS
+from outrider.workers.engine.selfcheck import layers_are_row_invariant
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Engine:
         vocab_offset, local_vocab_size: this rank's contiguous slice of the vocabulary.
         fingerprint: of the tokenizer.
         end_token_ids: tokens that end a text.
+        dtype: what the weights were rounded to, before any quantization.
         row_invariant: whether a row's result does not depend, by bits, on what runs beside it (measured at start).
     """
 
@@ -61,8 +62,13 @@ class Engine:
         self.block_size = config.block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
-        loaded = load_model(config, self.vocab_size, parallel, self.dtype, self.device)
-        self._decoder, self._head = loaded.decoder, loaded.head
+        loaded = load_model(config, self.vocab_size, parallel, self.device)
+        self._decoder, self._head, self._format = loaded.decoder, loaded.head, loaded.weight_format
+        self._cache_dtype = self._format.activations
+        if config.kv_cache_dtype != "auto":
+            self._cache_dtype = getattr(torch, config.kv_cache_dtype)
+        # oneDNN takes no fewer; padding once is cheaper than in each linear layer.
+        self._min_rows = 1 if self._format.kernels is not None else MIN_ROWS
         self.vocab_offset = self._head.vocab_offset
         self.local_vocab_size = self._head.local_vocab_size
         self.num_blocks, self.max_model_len = self._size_cache(config, shape)
@@ -72,7 +78,7 @@ class Engine:
             self.block_size,
             shape.num_kv_heads // parallel.world_size,
             shape.head_dim,
-            self.dtype,
+            self._cache_dtype,
             self.device,
         )
         limits = Limits(
@@ -125,8 +131,8 @@ class Engine:
             self._cache.keys, self._cache.values, rows.slot_mapping, rows.sequences, self.max_model_len
         )
         token_ids, positions = rows.token_ids, rows.positions
-        if len(token_ids) < MIN_ROWS:  # once here rather than in each linear layer
-            token_ids, positions = token_ids.expand(MIN_ROWS), positions.expand(MIN_ROWS)
+        if len(token_ids) < self._min_rows:
+            token_ids, positions = token_ids.expand(self._min_rows), positions.expand(self._min_rows)
         with torch.inference_mode():
             output = self._decoder(
                 input_ids=token_ids[None],
@@ -141,12 +147,12 @@ class Engine:
         """Blocks of the cache and positions of the longest sequence, the same on all ranks."""
         max_model_len = config.max_model_len or shape.max_positions
         local_kv_heads = shape.num_kv_heads // self.parallel.world_size
-        bytes_per_block = 2 * shape.num_layers * self.block_size * local_kv_heads * shape.head_dim * self.dtype.itemsize
+        elements_per_block = 2 * shape.num_layers * self.block_size * local_kv_heads * shape.head_dim
         num_blocks = config.num_kv_blocks or default_num_blocks(
             self.max_num_seqs,
             max_model_len,
             self.block_size,
-            bytes_per_block,
+            elements_per_block * self._cache_dtype.itemsize,
             free_memory(self.device),
             self.parallel.local_size,
         )
@@ -183,13 +189,12 @@ class Engine:
         if self.device.type != "cpu":
             return 0  # libraries for accelerators choose a product's algorithm by its shape
         parts = (self._decoder, self._head)
-        linears = linears_are_row_invariant(parts, self.max_num_batched_tokens, self.dtype, self.device)
-        elementwise = activations_are_row_invariant(self._decoder, row_counts(self.max_num_batched_tokens), self.dtype)
+        layers = layers_are_row_invariant(parts, self.max_num_batched_tokens, self._format.activations, self.device)
         length = min(PROBE_LENGTH, self.max_num_batched_tokens, self.max_model_len)
         together = self._probe([length])
         apart = [self._probe([1] * length), self._probe([2] * (length // 2) + [length % 2] * (length % 2))]
         same = all(torch.equal(together, other) for other in apart)
-        return int(linears and elementwise and same and self.parallel.order_fixed)
+        return int(layers and same and self.parallel.order_fixed)
 
 
 def _device(name: str) -> torch.device:

@@ -1,7 +1,7 @@
 """Linear layers whose rows do not depend on one another, and their tensor-parallel forms.
 
-``torch.nn.functional.linear`` picks another algorithm, and another order of summation, for each number of rows.
-oneDNN's packed product does not from two rows on (docs/exactness.md), so a single row is padded to two.
+``torch.nn.functional.linear`` picks another algorithm, and another order of summation, for each number of rows. Neither
+our kernels nor oneDNN's packed product do (docs/exactness.md); ``products`` has both.
 """
 
 from __future__ import annotations
@@ -9,49 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from outrider.core.errors import ConfigError
 from outrider.workers.engine.parallel import Parallel
-
-MIN_ROWS = 2
-
-
-def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's packed product works here for this type: it is tried, since builds and processors differ."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype))
-        out = torch.ops.mkldnn._linear_pointwise(torch.zeros(2, 16, dtype=dtype), packed, None, "none", [], "")
-    except (RuntimeError, AttributeError):
-        return False
-    return bool((out == 0).all())
+from outrider.workers.engine.products import WeightFormat
 
 
 class PackedLinear(nn.Module):
-    """``x @ weight.T + bias`` on oneDNN's packed weights, or plainly where ``packed`` is False.
+    """``x @ weight.T + bias`` on weights in the given format. The weight that it was made from is not kept."""
 
-    The unpacked weight is not kept.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, packed: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat) -> None:
         # weight: [out_features, in_features]; bias: [out_features]
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = packed
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if packed else weight.contiguous()
-        self.bias = bias
+        self.product = weight_format.product(weight)
+        self.bias = None if bias is None else bias.to(weight_format.activations)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] -> [..., out_features]"""
-        if not self.packed:
-            return nn.functional.linear(x, self.weight, bias)
         rows = x.reshape(-1, self.in_features)
-        num_rows = rows.shape[0]
-        if num_rows == 0:
+        if rows.shape[0] == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
-        if num_rows < MIN_ROWS:
-            rows = rows.expand(MIN_ROWS, -1).contiguous()
-        out = torch.ops.mkldnn._linear_pointwise(rows, self.weight, bias, "none", [], "")
-        return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
+        return self.product(rows, bias).reshape(*x.shape[:-1], self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
@@ -60,8 +38,8 @@ class PackedLinear(nn.Module):
 class RowParallelLinear(PackedLinear):
     """A rank's part of a product whose inputs are split: the parts are summed, then the bias is added once."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, parallel: Parallel, *, packed: bool) -> None:
-        super().__init__(weight, bias, packed=packed)
+    def __init__(self, weight: Tensor, bias: Tensor | None, parallel: Parallel, weight_format: WeightFormat) -> None:
+        super().__init__(weight, bias, weight_format)
         self.parallel = parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,9 +76,7 @@ class VocabParallelHead(nn.Module):
         bias: Tensor | None,
         vocab_size: int,
         parallel: Parallel,
-        dtype: torch.dtype,
-        *,
-        packed: bool,
+        weight_format: WeightFormat,
     ) -> None:
         # weight: [at least vocab_size, hidden] in any type
         super().__init__()
@@ -109,9 +85,9 @@ class VocabParallelHead(nn.Module):
         self.vocab_offset = min(parallel.rank * self.slice_size, vocab_size)
         end = min(self.vocab_offset + self.slice_size, vocab_size)
         self.local_vocab_size = end - self.vocab_offset
-        own = weight[self.vocab_offset : end].to(dtype)
-        own_bias = None if bias is None else bias[self.vocab_offset : end].to(dtype)
-        self.linear = PackedLinear(own if packed else own.clone(), own_bias, packed=packed)
+        own = weight[self.vocab_offset : end].clone()  # a plain product would else keep the whole weight alive
+        own_bias = None if bias is None else bias[self.vocab_offset : end]
+        self.linear = PackedLinear(own, own_bias, weight_format)
         self.parallel = parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -125,3 +101,22 @@ class VocabParallelHead(nn.Module):
             return local_logits
         padded = nn.functional.pad(local_logits, (0, self.slice_size - self.local_vocab_size))
         return torch.cat(self.parallel.gather(padded), dim=1)[:, : self.vocab_size]
+
+
+# torch's own, and those that DeepSpeed makes of layers whose outputs are split among the ranks.
+WHOLE_OR_COLUMN_PARALLEL = ("Linear", "LinearLayer", "fused_LinearLayer", "GateUpPack_LinearLayer")
+ROW_PARALLEL = "LinearAllreduce"
+
+
+def replace_linear(
+    layer: nn.Module, parallel: Parallel, weight_format: WeightFormat, device: torch.device
+) -> PackedLinear:
+    """Ours in place of a layer of torch's or of DeepSpeed's tensor parallelism."""
+    kind = type(layer).__name__
+    own = dict(layer.named_parameters(recurse=False))
+    weight, bias = own["weight"].data.to(device), own["bias"].data.to(device) if "bias" in own else None
+    if kind in WHOLE_OR_COLUMN_PARALLEL:
+        return PackedLinear(weight, bias, weight_format)
+    if kind == ROW_PARALLEL:
+        return RowParallelLinear(weight, bias, parallel, weight_format)
+    raise ConfigError(f"model: tensor parallelism made a layer of kind {kind}, which the engine does not know")

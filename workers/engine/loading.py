@@ -19,14 +19,10 @@ from outrider.core.errors import ConfigError
 from outrider.workers.engine import shm
 from outrider.workers.engine.activations import replace_activations
 from outrider.workers.engine.attention import IMPLEMENTATION, register_attention
-from outrider.workers.engine.linear import (
-    PackedLinear,
-    RowParallelLinear,
-    VocabParallelHead,
-    WideningEmbedding,
-    packs,
-)
+from outrider.workers.engine.fusing import fuse_layers
+from outrider.workers.engine.linear import VocabParallelHead, WideningEmbedding, replace_linear
 from outrider.workers.engine.parallel import Parallel
+from outrider.workers.engine.products import WeightFormat, choose_format
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +59,7 @@ class LoadedModel:
 
     decoder: nn.Module
     head: VocabParallelHead
+    weight_format: WeightFormat
 
 
 def read_model_config(config: EngineConfig, tensor_parallel_size: int) -> ModelShape:
@@ -111,13 +108,12 @@ def _shape(hf: Any) -> ModelShape:
     )
 
 
-def load_model(
-    config: EngineConfig, vocab_size: int, parallel: Parallel, dtype: torch.dtype, device: torch.device
-) -> LoadedModel:
+def load_model(config: EngineConfig, vocab_size: int, parallel: Parallel, device: torch.device) -> LoadedModel:
     """Read, shard and pack. Whole weights live in the checkpoint's own type, and only until they are cut."""
     from transformers import AutoModelForCausalLM
 
     register_attention()
+    weight_format = choose_format(config, device)
     began = time.monotonic()
     logger.info("rank %d reads %s", parallel.rank, config.model)
     try:
@@ -134,19 +130,19 @@ def load_model(
     del model, output
     if parallel.world_size > 1:
         _shard(decoder, parallel, next(decoder.parameters()).dtype)
-    packed = packs(dtype, device)
-    if not packed and device.type == "cpu":
-        logger.warning("oneDNN packs no %s weights on this machine; results will depend on the batch", dtype)
-    _replace_layers(decoder, parallel, dtype, device, packed=packed)
+    if weight_format.kernels is not None:
+        logger.info("rank %d multiplies on %s", parallel.rank, weight_format.kernels.instruction_set)
+        fuse_layers(decoder, weight_format, weight_format.kernels, parallel)
+    _replace_layers(decoder, parallel, weight_format, device)
     if device.type == "cpu":
         replace_activations(decoder)
     head = VocabParallelHead(
-        weight.to(device), None if bias is None else bias.to(device), vocab_size, parallel, dtype, packed=packed
+        weight.to(device), None if bias is None else bias.to(device), vocab_size, parallel, weight_format
     )
     del weight, bias
     gc.collect()
     logger.info("rank %d is loaded after %.1f s", parallel.rank, time.monotonic() - began)
-    return LoadedModel(decoder, head)
+    return LoadedModel(decoder, head, weight_format)
 
 
 @contextlib.contextmanager
@@ -179,9 +175,7 @@ def _shard(decoder: nn.Module, parallel: Parallel, dtype: torch.dtype) -> None:
         module._buffers[name] = value  # DeepSpeed rounds them too, but rotary frequencies must stay float32
 
 
-def _replace_layers(
-    decoder: nn.Module, parallel: Parallel, dtype: torch.dtype, device: torch.device, *, packed: bool
-) -> None:
+def _replace_layers(decoder: nn.Module, parallel: Parallel, weight_format: WeightFormat, device: torch.device) -> None:
     """Put our linear layers and embedding in place of torch's and DeepSpeed's; convert what is left."""
     parents = [
         (parent, name, child)
@@ -190,32 +184,24 @@ def _replace_layers(
         if isinstance(getattr(child, "weight", None), Tensor)
     ]
     for number, (parent, name, child) in enumerate(parents):
-        replacement = _replacement(child, parallel, dtype, device, packed=packed)
+        replacement = _replacement(child, parallel, weight_format, device)
         if replacement is not None:
             setattr(parent, name, replacement)
             child._parameters.clear()  # the whole weight goes now, not when all layers are done
         if number * 4 // len(parents) != (number + 1) * 4 // len(parents):
             logger.info("rank %d packed %d of %d layers", parallel.rank, number + 1, len(parents))
     for parameter in decoder.parameters():
-        parameter.data = parameter.data.to(device=device, dtype=dtype)
+        parameter.data = parameter.data.to(device=device, dtype=weight_format.activations)
     for module in decoder.modules():
         for name, value in module._buffers.items():
             module._buffers[name] = None if value is None else value.to(device)
 
 
 def _replacement(
-    layer: nn.Module, parallel: Parallel, dtype: torch.dtype, device: torch.device, *, packed: bool
+    layer: nn.Module, parallel: Parallel, weight_format: WeightFormat, device: torch.device
 ) -> nn.Module | None:
-    kind = type(layer).__name__
     if type(layer) is nn.Embedding:
-        return WideningEmbedding(layer.weight.data.to(device), dtype)
+        return WideningEmbedding(layer.weight.data.to(device), weight_format.activations)
     if type(layer) is not nn.Linear and not type(layer).__module__.startswith("deepspeed."):
         return None
-    own = dict(layer.named_parameters(recurse=False))
-    weight = own["weight"].data.to(device=device, dtype=dtype)
-    bias = own["bias"].data.to(device=device, dtype=dtype) if "bias" in own else None
-    if kind in ("Linear", "LinearLayer", "fused_LinearLayer", "GateUpPack_LinearLayer"):
-        return PackedLinear(weight, bias, packed=packed)
-    if kind == "LinearAllreduce":
-        return RowParallelLinear(weight, bias, parallel, packed=packed)
-    raise ConfigError(f"model: tensor parallelism made a layer of kind {kind}, which the engine does not know")
+    return replace_linear(layer, parallel, weight_format, device)

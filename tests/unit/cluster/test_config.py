@@ -57,6 +57,9 @@ def test_environment_variables_are_filled_in(monkeypatch: pytest.MonkeyPatch) ->
         ("target: {}", "target.model"),
         (with_target(tensor_parallel_size=0), "target.tensor_parallel_size"),
         (with_target(dtype="int3"), "target.dtype"),
+        (with_target(quantization="int3"), "target.quantization"),
+        (with_target(quantization_group_size=32), "quantization is not"),
+        (with_target(kv_cache_dtype="int8"), "target.kv_cache_dtype"),
         (with_target(tensor_paralel_size=2), "target.tensor_paralel_size"),
         ("target: {model: m}\ndrafts: [{model: d, placement: moon}]", "drafts.0.placement"),
         ("target: {model: m}\ndrafts: [{model: d}, {model: d}]", "a name of its own"),
@@ -82,7 +85,7 @@ def test_a_missing_file_is_named() -> None:
 def test_the_examples_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_MODELS", "/models")
     config = load_config(path)
-    assert config.target.tensor_parallel_size == 2
+    assert config.target.tensor_parallel_size == (1 if path.name == "coder-pair-bf16.yaml" else 2)
     assert [draft.placement for draft in config.drafts] == ["remote"]
 
 

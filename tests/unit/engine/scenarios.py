@@ -184,7 +184,7 @@ def main(settings: dict[str, Any]) -> None:
     found: dict[str, Any] = {"collectives": collectives(parallel)}
     found["row_sums_same"] = [row_sums_same(parallel, hidden) for hidden in (64, 100)]
     if settings.get("model"):
-        found["model"] = model_run(make_engine(settings["model"], parallel))
+        found["model"] = model_run(make_engine(settings["model"], parallel, **settings.get("engine", {})))
     torch.save(found, settings["out"])
     parallel.close()
     parallel.close()

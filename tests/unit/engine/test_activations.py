@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from outrider.workers.engine.activations import SeamlessSiLU, SeamlessTanhGELU, replace_activations
 from outrider.workers.engine.linear import PackedLinear
+from outrider.workers.engine.products import WeightFormat
 from outrider.workers.engine.selfcheck import activations_are_row_invariant, row_counts
 
 WIDTHS = (17, 24, 48, 96, 256)  # below, between and at multiples of vector lengths
@@ -42,7 +43,7 @@ class _Uneven(nn.Module):
 
 
 def test_the_self_check_sees_an_activation_with_a_seam() -> None:
-    linear = PackedLinear(torch.randn(48, 32), None, packed=False)
+    linear = PackedLinear(torch.randn(48, 32), None, WeightFormat(torch.float32, torch.float32))
     counts = row_counts(64)
     assert activations_are_row_invariant(nn.Sequential(linear, SeamlessSiLU()), counts, torch.float32)
     assert not activations_are_row_invariant(nn.Sequential(linear, _Uneven()), counts, torch.float32)

@@ -67,8 +67,25 @@ def test_a_sharded_model_gives_the_logits_of_the_whole_one(
         assert torch.equal(left, right)
 
 
-def test_rollback_is_exact_on_each_rank(pair: list[dict[str, Any]]) -> None:
-    for found in pair:
+@pytest.fixture(scope="module")
+def narrow_pair(run_group: RunGroup, models: dict[str, str]) -> list[dict[str, Any]]:
+    return run_group(2, 2, model=models["qwen2"], engine={"dtype": "bfloat16"})
+
+
+def test_ranks_with_narrow_weights_give_the_logits_of_a_whole_model(
+    narrow_pair: list[dict[str, Any]], models: dict[str, str], scenarios: ModuleType
+) -> None:
+    whole = scenarios.model_run(scenarios.make_engine(models["qwen2"], dtype="bfloat16"))
+    for found in narrow_pair:
+        assert found["model"]["row_invariant"]
+        for left, right in zip(found["model"]["logits"], whole["logits"], strict=True):
+            torch.testing.assert_close(left, right, atol=1e-3, rtol=1e-3)
+    for left, right in zip(*(found["model"]["logits"] for found in narrow_pair), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_rollback_is_exact_on_each_rank(pair: list[dict[str, Any]], narrow_pair: list[dict[str, Any]]) -> None:
+    for found in [*pair, *narrow_pair]:
         assert found["model"]["rollback"] == [True] * 4
         assert found["model"]["rollback_with_fault"] == [False] * 4
 

@@ -11,8 +11,10 @@ import torch
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.linear import VocabParallelHead
 from outrider.workers.engine.parallel import Parallel
+from outrider.workers.engine.products import WeightFormat
 
 VOCAB_SIZE = 300
+PLAIN = WeightFormat(torch.float32, torch.float32)
 
 
 def test_padding_of_the_head_has_no_logits(make_model: Callable[..., str], scenarios: ModuleType) -> None:
@@ -47,8 +49,7 @@ def test_slices_of_the_ranks_hold_the_tokenizers_entries_and_no_padding() -> Non
     hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
     for world_size in (1, 2, 3, 4):
         heads = [
-            VocabParallelHead(weight, None, 299, Parallel(rank, world_size, 1), torch.float32, packed=False)
-            for rank in range(world_size)
+            VocabParallelHead(weight, None, 299, Parallel(rank, world_size, 1), PLAIN) for rank in range(world_size)
         ]
         logits = torch.cat([head(hidden) for head in heads], dim=1)
         assert logits.shape == (4, 299)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,16 @@ from outrider.workers.engine.attention import attend_rows, padded_context
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8", "quantization_group_size": 32, "kv_cache_dtype": "bfloat16"},
+}
 
-@pytest.fixture(scope="module")
-def engine(models: dict[str, str], scenarios: ModuleType) -> Engine:
-    found: Engine = scenarios.make_engine(models["llama"])
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def engine(request: pytest.FixtureRequest, models: dict[str, str], scenarios: ModuleType) -> Engine:
+    found: Engine = scenarios.make_engine(models["llama"], **SETTINGS[request.param])
     return found
 
 
@@ -78,10 +85,11 @@ def test_rows_are_the_same_alone_in_any_batch_and_in_any_chunk(engine: Engine, s
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_after_rollbacks_the_cache_is_as_if_nothing_had_been_rejected(
-    family: str, models: dict[str, str], scenarios: ModuleType
+    family: str, settings: dict[str, Any], models: dict[str, str], scenarios: ModuleType
 ) -> None:
-    engine = scenarios.make_engine(models[family])
+    engine = scenarios.make_engine(models[family], **settings)
     assert all(scenarios.rollback_rounds(engine, seed, 12) for seed in range(6))
 
 
