@@ -119,6 +119,24 @@ class SpeculationConfig(_Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = 4
     # For requests that sample and name no verifier.
     verifier: Literal["coupled", "rejection"] = "coupled"
+    # n-gram lookup: tokens at the end of a text that must have occurred before, at least and at most, for what followed
+    # there to be proposed. One of them stands for both; without either there is no lookup.
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=32)] | None = None
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=32)] | None = None
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int] | None:
+        """The shortest and the longest n-gram that is looked up; None for no lookup."""
+        shortest = self.prompt_lookup_min or self.prompt_lookup_max
+        longest = self.prompt_lookup_max or self.prompt_lookup_min
+        return (shortest, longest) if shortest is not None and longest is not None else None
+
+    @model_validator(mode="after")
+    def _lookup_has_a_range(self) -> SpeculationConfig:
+        lengths = self.lookup_lengths
+        if lengths is not None and lengths[0] > lengths[1]:
+            raise ValueError(f"prompt_lookup_min is {lengths[0]}, above prompt_lookup_max, which is {lengths[1]}")
+        return self
 
 
 class ClusterConfig(_Section):

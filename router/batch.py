@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from outrider.core.block_pool import BlockPool
 from outrider.core.plan import GroupInfo
 from outrider.core.proposal import Proposal, shorten
+from outrider.router.hearing import Heard
 from outrider.router.requests import Request
 from outrider.router.rounds import prepared
 from outrider.router.sharing import PrefixCache
@@ -22,7 +23,7 @@ from outrider.router.step_rows import Rows, RowsLeft, sequence_plan
 PREFILL_SHARE = 4  # proposals leave one row in this many to prompts that wait
 MAX_SCORED_ROWS = 128  # of a step: each is a row of logits in memory, as wide as the vocabulary
 
-Propose = Callable[[Request], Proposal | None]
+Propose = Callable[[Request], Heard | None]
 
 
 class Batcher:
@@ -214,19 +215,18 @@ class Batcher:
     def _rows(self, request: Request, num_text_rows: int, propose: Propose, spare: int) -> Rows:
         """Rows for ``num_text_rows`` tokens of the text and, at its end, for at most ``spare`` proposed tokens."""
         is_last = num_text_rows == request.num_missing
-        proposal = self._fitting(request, propose(request), spare) if is_last and spare > 0 else None
+        heard = propose(request) if is_last and spare > 0 else None
+        proposal = self._fitting(request, heard.proposal, spare) if heard is not None else None
         plan = sequence_plan(request, num_text_rows, proposal)
         request.is_told = True
         request.blocks_told = len(request.blocks)
-        return Rows(request, plan, proposal, request.proposal_draft if proposal is not None else "")
+        return Rows(request, plan, proposal, heard.draft_id if heard is not None else None)
 
-    def _fitting(self, request: Request, proposal: Proposal | None, spare: int) -> Proposal | None:
+    def _fitting(self, request: Request, proposal: Proposal, spare: int) -> Proposal | None:
         """The part of a proposal that text, budget and free blocks have room for, with its blocks allocated.
 
         Its length depends on lengths alone, never on what is proposed: rejection would be bent otherwise.
         """
-        if proposal is None:
-            return None
         length = len(request.text)
         free = (len(request.blocks) + self.pool.num_free) * self.pool.block_size - length
         count = min(len(proposal.tokens), request.num_useful_proposals, spare, free)

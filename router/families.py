@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.core.errors import Conflict, InvalidRequest, Overloaded
 from outrider.core.prefix import HashedTokens
+from outrider.router.lookup import Lookup
 from outrider.router.policy import Throttle
 from outrider.router.requests import Cutter, NewRequest, Request, SpeculationStats
 
@@ -62,9 +63,18 @@ class RequestBook:
 
 
 def new_family(
-    new: NewRequest, *, end_len: int, num_speculative_tokens: int, make_cutter: Callable[[NewRequest], Cutter]
+    new: NewRequest,
+    *,
+    end_len: int,
+    num_speculative_tokens: int,
+    make_cutter: Callable[[NewRequest], Cutter],
+    lookup_lengths: tuple[int, int] | None = None,
 ) -> Family:
-    """The choices that a request asks for. The prompt's log-probabilities are an affair of the first one."""
+    """The choices that a request asks for. The prompt's log-probabilities are an affair of the first one.
+
+    ``lookup_lengths``: of the n-grams that are looked up for it, the shortest and the longest; None for no lookup.
+    """
+    lookup_lengths = lookup_lengths if num_speculative_tokens else None
     family = Family()
     for choice in range(new.num_choices):
         sampling = replace(new.sampling, choice=choice, prompt_len=len(new.prompt_tokens))
@@ -77,6 +87,8 @@ def new_family(
             cutter=make_cutter(own),
             stats=SpeculationStats(sampling.verifier, acceptance_histogram=(0,) * (num_speculative_tokens + 1)),
             throttle=Throttle(),
+            lookup_throttle=Throttle(),
+            lookup=Lookup(*lookup_lengths) if lookup_lengths is not None else None,
             family=family,
         )
     return family

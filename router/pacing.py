@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outrider.core.proposal import Proposal, usable_suffix
 from outrider.core.sampling import Verifier
 from outrider.router.draft_book import DraftBook
+from outrider.router.hearing import acceptance, settled
 from outrider.router.policy import (
     HOLD_FRACTION,
     Arrival,
@@ -20,13 +20,6 @@ from outrider.router.policy import (
     tokens_without_waiting,
 )
 from outrider.router.requests import Request
-
-
-def usable(request: Request) -> Proposal | None:
-    """The part of the request's newest proposal that continues its text, or None."""
-    if request.proposal is None or not request.throttle.is_on:
-        return None
-    return usable_suffix(request.proposal, request.text)
 
 
 def late_match(request: Request) -> float:
@@ -59,19 +52,20 @@ class Pacer:
             return None
         ready_tokens, arrivals, latest = float(others), [], []
         for request in running:
-            k, acceptance = request.num_useful_proposals, request.throttle.acceptance
-            proposal = usable(request)
-            if proposal is not None:
-                ready_tokens += expected_tokens(min(k, len(proposal.tokens)), acceptance)
+            k, hoped = request.num_useful_proposals, request.throttle.acceptance
+            ready = settled(request)
+            if ready is not None:
+                num_tokens = min(k, len(ready.proposal.tokens))
+                ready_tokens += expected_tokens(num_tokens, acceptance(request, ready.is_lookup))
                 continue
             predicted = self._predicted(request, drafts, now)
             if predicted is not None:
                 since, latency_s = predicted
                 eta_s = remaining_eta(now - since, latency_s)
                 late = late_match(request)
-                if should_wait(eta_s, self.step_s, k, acceptance, late):
-                    without = tokens_without_waiting(k, acceptance, late)
-                    arrivals.append(Arrival(eta_s, expected_tokens(k, acceptance), without))
+                if should_wait(eta_s, self.step_s, k, hoped, late):
+                    without = tokens_without_waiting(k, hoped, late)
+                    arrivals.append(Arrival(eta_s, expected_tokens(k, hoped), without))
                     latest.append(since + give_up_after(latency_s))
                     continue
             ready_tokens += 1.0
@@ -91,12 +85,12 @@ class Pacer:
             return []
         resting = []
         for request in running:
-            predicted = None if request.sat_out or usable(request) else self._predicted(request, drafts, now)
+            predicted = None if request.sat_out or settled(request) else self._predicted(request, drafts, now)
             if predicted is not None:
                 since, latency_s = predicted
-                k, acceptance = request.num_useful_proposals, request.throttle.acceptance
+                k, hoped = request.num_useful_proposals, request.throttle.acceptance
                 eta_s = remaining_eta(now - since, latency_s)
-                if should_sit_out(eta_s, self.step_s, k, acceptance, late_match(request)):
+                if should_sit_out(eta_s, self.step_s, k, hoped, late_match(request)):
                     resting.append(request)
         return resting
 

@@ -18,6 +18,7 @@ from outrider.core.sampling import Sampling, Verifier
 if TYPE_CHECKING:
     from outrider.router.draft_book import DraftSession
     from outrider.router.families import Family
+    from outrider.router.lookup import Lookup
     from outrider.router.policy import Throttle
 
 
@@ -87,7 +88,8 @@ class SpeculationStats:
     """What speculation did for one request. Nothing behind the end of its text is counted.
 
     Attributes:
-        drafter: which kind of drafter made the proposals; empty if there were none.
+        drafter: which kind of drafter made the proposals; empty if there were none. Of several, all that were heard:
+            ``model+ngram``.
         num_spec_steps: rounds that had a proposal.
         num_draft_tokens: proposed tokens that were verified.
         num_accepted_tokens: those of them that became text.
@@ -138,8 +140,8 @@ class Committed:
 
     Attributes:
         position: position of ``tokens[0]``; the length of the text where ``tokens`` is empty.
-        proposal_id: the proposal that was verified, or 0.
-        num_accepted: how many of ``tokens`` it contributed.
+        proposal_id: the draft worker's proposal that was verified, or 0.
+        num_accepted: how many of ``tokens`` a proposal contributed.
         choice: which of the request's choices this is.
         logprobs: one for each of ``tokens``, where they are asked for.
         prompt_logprobs: with the first tokens of choice 0, where they are asked for: one for each token of the prompt
@@ -191,8 +193,10 @@ class Request:
     num_speculative_tokens: int
     cutter: Cutter
     stats: SpeculationStats
-    throttle: Throttle
+    throttle: Throttle  # of draft workers
+    lookup_throttle: Throttle
     family: Family
+    lookup: Lookup | None = None
     seq_id: int = 0
     kv_len: int = 0
     blocks: list[int] = field(default_factory=list)

@@ -118,7 +118,7 @@ def counted(
     histogram[accepted] += 1
     return replace(
         stats,
-        drafter=proposal.drafter,
+        drafter="+".join(sorted({*filter(None, stats.drafter.split("+")), proposal.drafter})),
         num_spec_steps=stats.num_spec_steps + 1,
         num_draft_tokens=stats.num_draft_tokens + verified,
         num_accepted_tokens=stats.num_accepted_tokens + accepted,

@@ -23,8 +23,8 @@ from outrider.router.checks import check_result, end_length
 from outrider.router.draft_book import DraftBook
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
 from outrider.router.families import RequestBook, new_family
-from outrider.router.pacing import Pacer, usable
-from outrider.router.policy import after_plain_round, after_round
+from outrider.router.hearing import heard, learn, usable
+from outrider.router.pacing import Pacer
 from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest, NoStops, Request
 from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
 from outrider.router.settings import SchedulerSettings
@@ -68,6 +68,7 @@ class Scheduler:
         self._num_steps = 0
         self._pacer = Pacer()
         self._held_until: float | None = None
+        self._num_lookup_tokens = self._num_lookup_accepted = 0
 
     def add(self, request: NewRequest, now: float) -> None:
         """Queue a request, all its choices or none.
@@ -80,7 +81,13 @@ class Scheduler:
             self._pacer.ready_since = now
         k = request.num_speculative_tokens
         k = self.settings.num_speculative_tokens if k is None else k
-        family = new_family(request, end_len=end_len, num_speculative_tokens=k, make_cutter=self._make_cutter)
+        family = new_family(
+            request,
+            end_len=end_len,
+            num_speculative_tokens=k,
+            make_cutter=self._make_cutter,
+            lookup_lengths=self.settings.lookup_lengths,
+        )
         self._requests.add(family)
         self._batcher.waiting.extend(family.members.values())
 
@@ -106,7 +113,7 @@ class Scheduler:
         self._held_until = self._pacer.hold_until(self._batcher.running, others, self._drafts, now)
         if self._held_until is not None:
             return None
-        rows = self._batcher.build(usable, self._pacer.sitting_out(self._batcher.running, self._drafts, now))
+        rows = self._batcher.build(heard, self._pacer.sitting_out(self._batcher.running, self._drafts, now))
         self._num_steps += 1
         plan = StepPlan(
             epoch=self.epoch,
@@ -264,6 +271,8 @@ class Scheduler:
             prefix_cache_queries=self._batcher.num_queried_tokens,
             prefix_cache_hits=self._batcher.num_hit_tokens,
             num_preemptions=self._batcher.num_preemptions,
+            num_lookup_tokens=self._num_lookup_tokens,
+            num_lookup_accepted=self._num_lookup_accepted,
             drafts=self._drafts.snapshots(),
         )
 
@@ -293,11 +302,14 @@ class Scheduler:
         kept = tokens[: ending.num_kept]
         accepted = min(outcome.num_accepted, len(kept))
         request.stats = counted(request.stats, proposal, outcome, len(kept))
-        if proposal is None:
-            request.throttle = after_plain_round(request.throttle)
-        else:
-            request.throttle = after_round(request.throttle, len(proposal.tokens), outcome.num_accepted)
-            self._drafts.count(part.draft_id, num_verified(proposal, len(tokens), len(kept)), accepted)
+        learn(request, proposal, part.is_lookup, outcome.num_accepted)
+        if proposal is not None:
+            verified = num_verified(proposal, len(tokens), len(kept))
+            if part.draft_id is not None:
+                self._drafts.count(part.draft_id, verified, accepted)
+            else:
+                self._num_lookup_tokens += verified
+                self._num_lookup_accepted += accepted
         request.text.extend(kept)
         self._batcher.computed(request, part.num_text_rows, accepted)
         proposal_id = proposal.proposal_id if proposal is not None else 0
@@ -317,7 +329,7 @@ class Scheduler:
             return replace(commit, finish=self._end(request, ending.reason, ending).finish)
         if usable(request) is None:
             request.proposal = None
-        self._drafts.commit(request, position, proposal_id, accepted, now)
+        self._drafts.commit(request, position, proposal_id, 0 if part.is_lookup else accepted, now)
         return commit
 
     def _end(

@@ -14,12 +14,15 @@ class SchedulerSettings:
     Attributes:
         max_queue: requests that may wait beside the ``max_num_seqs`` that run.
         num_speculative_tokens: for requests that name no number of their own.
+        lookup_lengths: of the n-grams that are looked up to propose what followed, the shortest and the longest; None
+            for no lookup.
         enable_prefix_caching: whether a request takes over what others computed of its text; as it is at the start.
     """
 
     max_queue: int = 256
     max_num_seqs: int = 64
     num_speculative_tokens: int = 4
+    lookup_lengths: tuple[int, int] | None = None
     enable_prefix_caching: bool = True
 
 
@@ -29,5 +32,6 @@ def scheduler_settings(config: ClusterConfig, num_speculative_tokens: int) -> Sc
         max_queue=config.router.max_queue,
         max_num_seqs=config.max_num_seqs,
         num_speculative_tokens=num_speculative_tokens,
+        lookup_lengths=config.speculation.lookup_lengths,
         enable_prefix_caching=config.router.enable_prefix_caching,
     )

@@ -24,6 +24,8 @@ class SchedulerSnapshot:
         num_cached_blocks: blocks that nobody holds and that are found by their text.
         prefix_cache_queries: tokens of texts that were looked up in the prefix cache.
         prefix_cache_hits: those of them that were found and not computed again.
+        num_lookup_tokens: tokens of n-gram lookup that were verified.
+        num_lookup_accepted: those of them that became text.
     """
 
     epoch: int
@@ -36,4 +38,6 @@ class SchedulerSnapshot:
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    num_lookup_tokens: int
+    num_lookup_accepted: int
     drafts: tuple[DraftSnapshot, ...]

@@ -17,11 +17,15 @@ class Rows:
     request: Request
     plan: SequencePlan
     proposal: Proposal | None = None  # what is verified
-    draft_id: str = ""
+    draft_id: str | None = None  # of the draft worker that made it, if one did
 
     @property
     def num_text_rows(self) -> int:
         return self.plan.num_text_tokens
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.proposal is not None and self.draft_id is None
 
 
 @dataclass

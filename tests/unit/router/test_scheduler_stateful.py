@@ -56,10 +56,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.old_results: list[StepResult] = []
 
     @initialize(
-        prompts=st.lists(PROMPTS, min_size=2, max_size=5), enable_prefix_caching=st.sampled_from([True, True, False])
+        prompts=st.lists(PROMPTS, min_size=2, max_size=5),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+        lookup_lengths=st.sampled_from([None, (1, 1), (1, 3)]),
     )
-    def begin(self, prompts, enable_prefix_caching) -> None:
-        settings = dataclasses.replace(self.world.scheduler.settings, enable_prefix_caching=enable_prefix_caching)
+    def begin(self, prompts, enable_prefix_caching, lookup_lengths) -> None:
+        settings = dataclasses.replace(
+            self.world.scheduler.settings, enable_prefix_caching=enable_prefix_caching, lookup_lengths=lookup_lengths
+        )
         self.world = self.toy.World(self.world.info, settings)
         self.world.join("x")
         self.generation += 1
