@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ class Item:
             return self.prompt
         turns = "".join(f"{message['role']}: {message['content']}\n\n" for message in self.messages)
         return f"{turns}assistant:"
+
+
+def tagged(item: Item, tag: str) -> Item:
+    """The item with a tag before its prompt, so that no server finds the prompt in its prefix cache."""
+    if not item.messages:
+        return replace(item, prompt=f"# {tag}\n{item.prompt}")
+    first, *others = item.messages
+    return replace(item, messages=({**first, "content": f"({tag}) {first['content']}"}, *others))
 
 
 @dataclass(frozen=True)

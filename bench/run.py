@@ -7,12 +7,13 @@ who begins changes from block to block: a machine that grows slower or faster do
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.items import Item, Workload
+from outrider.bench.items import Item, Workload, tagged
 from outrider.bench.load import Job, Sender, ToServer, closed_loop, open_loop
 from outrider.bench.records import Record
 from outrider.bench.watch import CacheUse, Energy, watched
@@ -34,6 +35,8 @@ class BenchSettings:
         options: of every request, unless its item says otherwise.
         deadline_s: of the whole run.
         plain_prompts: send messages as text, as where other servers are to get the same.
+        tag_prompts: begin each prompt with a tag of its arm and number, so that the arm that comes second finds none of
+            them in the server's prefix cache.
     """
 
     workloads: tuple[Workload, ...]
@@ -47,6 +50,7 @@ class BenchSettings:
     seed: int = 0
     deadline_s: float = 3600.0
     plain_prompts: bool = False
+    tag_prompts: bool = True
 
 
 @dataclass(frozen=True)
@@ -145,10 +149,11 @@ async def _run_block(
     items: Sequence[tuple[int, Item]],
     done: Callable[[Record], None],
 ) -> Block:
-    jobs = [
-        Job(item, Record(workload, item.name, index, arm.name, number, 0.0, 0.0, 0.0), settings.seed + index)
-        for index, item in items
-    ]
+    jobs = []
+    for index, item in items:
+        sent = tagged(item, tag(settings.seed, workload, arm.name, index)) if settings.tag_prompts else item
+        record = Record(workload, item.name, index, arm.name, number, 0.0, 0.0, 0.0)
+        jobs.append(Job(sent, record, settings.seed + index))
     energy, cache = Energy.find(), CacheUse()
     before = energy.read() if energy is not None else ()
     begun = time.perf_counter()
@@ -160,6 +165,11 @@ async def _run_block(
     wall_s = time.perf_counter() - begun
     joules = energy.joules(before, energy.read()) if energy is not None else None
     return Block(workload, arm.name, number, begun, wall_s, sum(r.tokens for r in records), joules, cache)
+
+
+def tag(*parts: object) -> str:
+    """Eight digits that depend on all parts."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=4).hexdigest()
 
 
 def dealt(items: Sequence[Item], blocks: int) -> list[list[tuple[int, Item]]]:

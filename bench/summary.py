@@ -31,6 +31,7 @@ def summarise(run: BenchRun) -> dict[str, Any]:
             "blocks": settings.blocks,
             "seed": settings.seed,
             "max_tokens": settings.max_tokens,
+            "tag_prompts": settings.tag_prompts,
             "num_speculative_tokens": settings.num_speculative_tokens,
             "options": settings.options,
             "workloads": {workload.name: workload.source for workload in settings.workloads},

@@ -84,6 +84,14 @@ def bench(
     ignore_eos: Annotated[
         bool, _option("--ignore-eos", help="Every answer has as many tokens as it may.", panel=REQUESTS)
     ] = False,
+    tag_prompts: Annotated[
+        bool,
+        _option(
+            "--tag-prompts/--same-prompts",
+            help="Begin each prompt with a tag of its own, so that no arm finds another's in the prefix cache.",
+            panel=REQUESTS,
+        ),
+    ] = True,
     json_file: Annotated[
         Path | None,
         _option("--json", help="Write everything here, each request too; - is standard output.", panel=OUTPUT),
@@ -142,6 +150,7 @@ def bench(
         seed=seed,
         deadline_s=deadline,
         plain_prompts=bool(peer),
+        tag_prompts=tag_prompts,
     )
     _check_outputs(json_file, plots)
     asking = Asking(temperature=temperature, ignore_eos=ignore_eos)

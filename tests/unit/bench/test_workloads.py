@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from outrider.bench import workloads
-from outrider.bench.items import MAX_TOKENS, read_items
+from outrider.bench.items import MAX_TOKENS, read_items, tagged
+from outrider.bench.run import tag
 from outrider.bench.workloads import NAMES, chosen, load
 from outrider.client import ConfigError
 from outrider.client._request import build_request
@@ -71,6 +72,15 @@ def test_the_seed_decides_what_is_chosen() -> None:
     assert len({item.name for item in chosen(workload, len(workload.items), seed=1)}) == len(workload.items)
     assert len(chosen(workload, 100, seed=1)) == 100
     assert {item.max_tokens for item in chosen(workload, 5, seed=1, max_tokens=7)} == {7}
+
+
+def test_a_tag_changes_the_beginning_only() -> None:
+    code, chat = load("code").items[0], load("chat").items[0]
+    assert tagged(code, "ab").prompt == f"# ab\n{code.prompt}"
+    assert tagged(chat, "ab").plain_prompt == chat.plain_prompt.replace("user: ", "user: (ab) ", 1)
+    assert tagged(chat, "ab").messages[1:] == chat.messages[1:]
+    assert tag(1, "code", "plain", 0) != tag(1, "code", "speculative", 0)
+    assert tag(1, "code", "plain", 0) == tag(1, "code", "plain", 0)
 
 
 def test_a_users_file_is_read(tmp_path: Path) -> None:
