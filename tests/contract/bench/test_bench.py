@@ -74,7 +74,7 @@ async def test_failures_are_in_the_figures(stand_ins: Any) -> None:
     settings = BenchSettings((long,), requests=2, blocks=1, options={"temperature": 0.0}, deadline_s=30.0)
     figures = summarise(await run(stand_ins.address, settings, lambda *_: None))["workloads"]["long"]["arms"]["plain"]
     assert (figures["requests"], figures["refused"], figures["failed"]) == (2, 1, 0)
-    assert "5000" in figures["errors"][0]
+    assert "5011 tokens" in figures["errors"][0]
 
 
 async def test_a_run_in_which_nothing_goes_well_fails(stand_ins: Any) -> None:
