@@ -1,8 +1,9 @@
-"""Pictures of a run: gaps, first tokens, accepted lengths and speed, as PNG files."""
+"""Pictures as PNG files: of a run gaps, first tokens, accepted lengths and speed; of a profile what passes cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,27 @@ from outrider.bench.records import Record, sound
 from outrider.bench.run import BenchRun
 from outrider.client import ConfigError
 
+Picture = Callable[[Any], None]
+
 
 def draw(run: BenchRun, summary: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the pictures into a folder, which is made. Raises ``ConfigError`` without matplotlib or the folder."""
+    """Write the pictures of a run into a folder, which is made.
+
+    Raises ``ConfigError`` without matplotlib, or where the folder cannot be written.
+    """
+    return _written({name: partial(picture, run=run, summary=summary) for name, picture in PICTURES.items()}, folder)
+
+
+def draw_costs(facts: dict[str, Any], folder: Path) -> list[Path]:
+    """The same of what ``outrider profile --json`` prints: passes over rows, by context and by batch."""
+    pictures: dict[str, Picture] = {
+        "pass-by-rows": partial(_passes, facts=facts, relative=False),
+        "pass-by-rows-of-one": partial(_passes, facts=facts, relative=True),
+    }
+    return _written(pictures, folder)
+
+
+def _written(pictures: Mapping[str, Picture], folder: Path) -> list[Path]:
     try:
         import matplotlib
 
@@ -23,9 +42,9 @@ def draw(run: BenchRun, summary: dict[str, Any], folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = []
-        for name, picture in PICTURES.items():
+        for name, picture in pictures.items():
             figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-            picture(axes, run, summary)
+            picture(axes)
             path = folder / f"{name}.png"
             figure.savefig(path, dpi=120)
             pyplot.close(figure)
@@ -47,7 +66,7 @@ def _cumulative(axes: Any, values: Sequence[float], label: str) -> None:
         axes.step(ordered, shares, where="post", label=label)
 
 
-def _gaps(axes: Any, run: BenchRun, _: dict[str, Any]) -> None:
+def _gaps(axes: Any, run: BenchRun, summary: dict[str, Any]) -> None:
     for arm in run.arms:
         records = _of(run, arm)
         _cumulative(axes, [1000 * gap for r in records for gap in r.message_gaps_s], f"{arm}: between messages")
@@ -56,7 +75,7 @@ def _gaps(axes: Any, run: BenchRun, _: dict[str, Any]) -> None:
     axes.legend()
 
 
-def _first_tokens(axes: Any, run: BenchRun, _: dict[str, Any]) -> None:
+def _first_tokens(axes: Any, run: BenchRun, summary: dict[str, Any]) -> None:
     for arm in run.arms:
         _cumulative(axes, [1000 * r.ttft_s for r in _of(run, arm) if r.ttft_s is not None], arm)
     axes.set(title="Time to first token", xlabel="ms", ylabel="share of requests up to that", xscale="log")
@@ -92,7 +111,26 @@ def _speed(axes: Any, run: BenchRun, summary: dict[str, Any]) -> None:
     axes.legend()
 
 
-PICTURES: dict[str, Callable[[Any, BenchRun, dict[str, Any]], None]] = {
+def _passes(axes: Any, facts: dict[str, Any], relative: bool) -> None:
+    """A line for each batch and context."""
+    lines: dict[tuple[int, int], dict[int, float]] = {}
+    for cost in facts["passes"]:
+        line = lines.setdefault((cost["num_sequences"], cost["context"]), {})
+        line[cost["rows"]] = cost["forward_ms"]["p50"]
+    for (count, context), line in lines.items():
+        rows = sorted(line)
+        unit = line[rows[0]] if relative else 1.0
+        if unit:
+            label = f"{count} x {context} positions" if count > 1 else f"{context} positions"
+            axes.plot(rows, [line[each] / unit for each in rows], marker="o", label=label)
+    title = "Pass over several rows, of one over the fewest" if relative else "Forward pass"
+    axes.set(title=title, xlabel="rows of each sequence", ylabel="ratio" if relative else "ms")
+    axes.set_ylim(bottom=0)
+    if lines:
+        axes.legend()
+
+
+PICTURES: dict[str, Callable[..., None]] = {
     "inter-token-latency": _gaps,
     "time-to-first-token": _first_tokens,
     "accepted-length": _accepted,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,6 +38,9 @@ def profile(
     proposals: Annotated[
         int, typer.Option("--proposals", help="Proposals to ask of drafts; 0: none.", min=0, max=1000)
     ] = 40,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", help="Write pictures (PNG) here.", metavar="FOLDER", show_default=False)
+    ] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that it may take.", min=1)] = 900.0,
     file: File = None,
     cluster: Cluster = None,
@@ -64,6 +68,11 @@ def profile(
     for line in facts["left_out"]:
         note(f"left out: {line}")
     print(json.dumps(facts) if as_json else as_table(facts))
+    if plots is not None:
+        from outrider.bench.plots import draw_costs
+
+        for path in draw_costs(facts, plots):
+            note(f"wrote {path}")
 
 
 def as_facts(result: admin_pb2.ProfileResult) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from outrider.bench.run import Arm, BenchRun, BenchSettings, Block, dealt, turns
 from outrider.bench.summary import arm_figures, request_pairs, speculation_figures, summarise
 from outrider.bench.table import show
 from outrider.bench.watch import CacheUse, Energy
-from outrider.client import Speculation
+from outrider.client import ConfigError, Speculation
 
 SPECULATION = Speculation("greedy", "model", 4, 16, 8, (1, 0, 2, 0, 1), 6, 0)
 
@@ -119,6 +119,24 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     written = draw(run, summarise(run), tmp_path / "plots")
     assert [path.stem for path in written] == list(PICTURES)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_pictures_of_costs_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from outrider.bench.plots import draw_costs
+
+    passes = [
+        {"num_sequences": count, "context": context, "rows": rows, "forward_ms": {"p50": 1.0 + rows}}
+        for count in (1, 4)
+        for context in (128, 512)
+        for rows in (5, 1)
+    ]
+    written = draw_costs({"passes": passes}, tmp_path)
+    assert [path.stem for path in written] == ["pass-by-rows", "pass-by-rows-of-one"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write plots"):
+        draw_costs({"passes": []}, tmp_path / "file")
 
 
 def test_items_are_dealt_once_each_and_arms_take_turns() -> None:
