@@ -8,6 +8,7 @@ that it was at, once the scheduler is idle again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 import uuid
@@ -39,6 +40,9 @@ class Host(Protocol):
 
     @property
     def epoch(self) -> int: ...
+
+    @property
+    def is_attached(self) -> bool: ...
 
     @property
     def num_drafts(self) -> int: ...
@@ -138,16 +142,17 @@ class Profiler:
                 done = sum(measured.done for measured in stages)
                 yield Progress(stage, done, total)
             passes_done = done
-            async for _ in self._measure_drafts(settings.num_proposals, info, deadline):
-                done = passes_done + min(len(self._proposals or ()), settings.num_proposals)
-                yield Progress("drafts", done, total)
+            async with contextlib.aclosing(self._measure_drafts(settings.num_proposals, info, deadline)) as rounds:
+                async for _ in rounds:
+                    done = passes_done + min(len(self._proposals or ()), settings.num_proposals)
+                    yield Progress("drafts", done, total)
             proposals = tuple((self._proposals or [])[: settings.num_proposals])
             yield Profile(info, epoch, tuple(stages), proposals, tuple(left_out))
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"{done} of {total} measurements were made in {timeout_s:g} s: requests kept the group busy, or more "
-                "was asked for than that time holds"
-            ) from None
+            why = "requests kept the group busy, or more was asked for than that time holds"
+            if not self._host.is_attached:
+                why = "the target group is lost; see `outrider status`"
+            raise DeadlineExceeded(f"{done} of {total} measurements were made in {timeout_s:.3g} s: {why}") from None
         finally:
             self._job = self._proposals = None
             self._is_running = False
@@ -254,7 +259,7 @@ class Profiler:
         self._job = None
         yield _in_words(stages[-1].stage)
 
-    async def _measure_drafts(self, wanted: int, info: GroupInfo, deadline: float) -> AsyncIterator[None]:
+    async def _measure_drafts(self, wanted: int, info: GroupInfo, deadline: float) -> AsyncGenerator[None]:
         """After each commit of requests that have drafts propose. Raises ``TimeoutError``."""
         self._proposals = []
         self._last_of.clear()

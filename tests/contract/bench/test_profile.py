@@ -208,3 +208,27 @@ def test_the_table_shows_each_context() -> None:
     table = as_table(as_facts(result))
     for part in ("128", "512", "5 rows", "(1.00)", "draft d"):
         assert part in table
+
+
+async def test_a_target_that_is_away_is_what_the_deadline_tells_of(stand_ins: Any) -> None:
+    await stand_ins.target.stop()
+    async with asyncio.timeout(10):
+        while stand_ins.server.group.is_attached:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    with pytest.raises(DeadlineExceeded, match="the target group is lost"):
+        await profile(stand_ins.address, timeout=0.9, rows=[1], contexts=[8])
+
+
+async def test_a_client_that_leaves_takes_the_drafts_request_along(stand_ins: Any) -> None:
+    stand_ins.target.step_s = 0.02
+    running = asyncio.create_task(
+        profile(stand_ins.address, rows=[1], contexts=[8], num_runs=1, num_proposals=900, timeout=60)
+    )
+    async with asyncio.timeout(10):
+        while not stand_ins.draft.num_sessions:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    running.cancel()
+    async with asyncio.timeout(10):
+        while not stand_ins.server.group.scheduler.is_idle:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    stand_ins.check()
