@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ class PeerSettings:
         names: each with the path that was given for it: of llama-server, or of a Python.
         slots: requests at once.
         asking: what holds for every request.
+        draft_model, draft_gguf: a draft for those that can use one, which then propose ``num_draft_tokens`` each round.
     """
 
     names: tuple[tuple[str, str | None], ...]
@@ -45,6 +47,9 @@ class PeerSettings:
     threads: int
     slots: int
     asking: Asking
+    draft_model: Path | None = None
+    draft_gguf: Path | None = None
+    num_draft_tokens: int = 4
 
     @staticmethod
     def parse(words: Sequence[str], model: Path | None, gguf: Path | None, **others: Any) -> PeerSettings:
@@ -124,7 +129,11 @@ def _llama_cpp(settings: PeerSettings, path: str | None) -> Launch | str:
         return f"there is no {path or 'llama-server on PATH'}"
     threads, slots = str(settings.threads), settings.slots
     words = ["-m", str(settings.gguf), "-t", threads, "-tb", threads, "-np", str(slots), "-c", str(4096 * slots)]
-    return Launch("llama.cpp", (binary, *words, "--port", "{port}", "--host", "127.0.0.1"), LLAMA_CPP, {})
+    name = "llama.cpp"
+    if settings.draft_gguf is not None:
+        name = "llama.cpp+draft"
+        words += ["-md", str(settings.draft_gguf), "--draft-max", str(settings.num_draft_tokens), "--draft-min", "1"]
+    return Launch(name, (binary, *words, "--port", "{port}", "--host", "127.0.0.1"), LLAMA_CPP, {})
 
 
 def _vllm(settings: PeerSettings, path: str | None) -> Launch | str:
@@ -133,9 +142,14 @@ def _vllm(settings: PeerSettings, path: str | None) -> Launch | str:
         return f"{python} has no package vllm"
     words = ["--model", str(settings.model), "--served-model-name", "peer", "--dtype", settings.dtype]
     words += ["--max-num-seqs", str(settings.slots), "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    name = "vllm"
+    if settings.draft_model is not None:
+        name = "vllm+draft"
+        draft = {"model": str(settings.draft_model), "num_speculative_tokens": settings.num_draft_tokens}
+        words += ["--speculative-config", json.dumps(draft)]
     command = (python, "-m", "vllm.entrypoints.openai.api_server", *words, "--host", "127.0.0.1", "--port", "{port}")
     environment = {**_threads(settings), "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}"}
-    return Launch("vllm", command, COMPLETIONS, {**environment, "VLLM_CPU_KVCACHE_SPACE": "1"})
+    return Launch(name, command, COMPLETIONS, {**environment, "VLLM_CPU_KVCACHE_SPACE": "1"})
 
 
 def _transformers(settings: PeerSettings, path: str | None) -> Launch | str:
@@ -143,7 +157,11 @@ def _transformers(settings: PeerSettings, path: str | None) -> Launch | str:
     if not has_module(python, "transformers") or not has_module(python, "torch"):
         return f"{python} has no packages transformers and torch"
     words = [str(settings.model), "--dtype", settings.dtype, "--threads", str(settings.threads), "--port", "{port}"]
-    return Launch("transformers", (python, "-P", str(SERVER), *words), COMPLETIONS, _threads(settings))
+    name = "transformers"
+    if settings.draft_model is not None:
+        name = "transformers+draft"
+        words += ["--draft", str(settings.draft_model), "--num-draft-tokens", str(settings.num_draft_tokens)]
+    return Launch(name, (python, "-P", str(SERVER), *words), COMPLETIONS, _threads(settings))
 
 
 _MAKERS: dict[str, Callable[[PeerSettings, str | None], Launch | str]] = {

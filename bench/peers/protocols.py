@@ -157,13 +157,16 @@ class Reading:
         self._tokens = 0
 
     def take(self, line: bytes, now: float) -> None:
-        """Raises ``ValueError`` for what is no event."""
+        """Raises ``ValueError`` for what is no event, or one that tells of an error."""
         if not line.startswith(b"data:"):
             return
         data = line[5:].strip()
         if data == b"[DONE]":
             return
-        message = self._protocol.read(json.loads(data))
+        event = json.loads(data)
+        if "error" in event:
+            raise ValueError(f"the server failed: {event['error']}")
+        message = self._protocol.read(event)
         total = self._tokens + message.new_tokens if message.total_tokens is None else message.total_tokens
         if total > self._tokens:
             self.arrivals.append(Arrival(now, total - self._tokens))

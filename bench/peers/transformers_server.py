@@ -1,7 +1,8 @@
 """transformers as a server, one request at a time: ``python transformers_server.py MODEL --port PORT``.
 
 A script of its own, so that it runs in any Python that has torch and transformers. It answers ``GET /health`` and
-``POST /v1/completions`` with server-sent events, one for each token, as OpenAI's protocol has them.
+``POST /v1/completions`` with server-sent events as OpenAI's protocol has them: one for each token or, with a draft, for
+each block that was accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 class Model:
     """A causal language model that writes one text at a time."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, threads: int, draft: Path | None, num_draft_tokens: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,13 +27,19 @@ class Model:
         self._lock = threading.Lock()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self._options: dict[str, Any] = {}
+        if draft is not None:
+            assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=getattr(torch, dtype)).eval()
+            assistant.generation_config.num_assistant_tokens = num_draft_tokens
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+            self._options = {"assistant_model": assistant}
 
     def write(self, asked: dict[str, Any], tell: Any) -> None:
         """Generate; ``tell(text, tokens, prompt_tokens)`` is called for each token."""
         torch = self._torch
-        options: dict[str, Any] = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": False, **self._options}
         if asked.get("temperature"):
-            options = {"do_sample": True, "temperature": asked["temperature"], "top_k": 0}
+            options |= {"do_sample": True, "temperature": asked["temperature"], "top_k": 0}
         if asked.get("ignore_eos"):
             options["min_new_tokens"] = asked["max_tokens"]
         with self._lock, torch.inference_mode():
@@ -52,9 +59,12 @@ class _Each:
         self._count = -1
 
     def put(self, value: Any) -> None:
-        self._count += 1
-        if self._count:
-            self._tell(self._tokenizer.decode(value.reshape(-1)), self._count, self._prompt_tokens)
+        tokens = value.reshape(-1)
+        if self._count < 0:
+            self._count = 0
+        else:
+            self._count += len(tokens)
+            self._tell(self._tokenizer.decode(tokens), self._count, self._prompt_tokens)
 
     def end(self) -> None:
         pass
@@ -74,7 +84,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        self.model.write(asked, self._tell)
+        try:
+            self.model.write(asked, self._tell)
+        except (ValueError, RuntimeError) as error:  # of transformers and torch; the client is told
+            self._send(json.dumps({"error": str(error)[:300]}))
         self._send("[DONE]")
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -94,9 +107,11 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--draft", type=Path, default=None)
+    parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
-    Handler.model = Model(args.model, args.dtype, args.threads)
+    Handler.model = Model(args.model, args.dtype, args.threads, args.draft, args.num_draft_tokens)
     ThreadingHTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
 
 

@@ -117,6 +117,12 @@ def bench(
         Path | None, _option("--peer-model", help="Model folder for vllm and transformers.", panel=PEERS)
     ] = None,
     peer_gguf: Annotated[Path | None, _option("--peer-gguf", help="Model file for llama.cpp.", panel=PEERS)] = None,
+    peer_draft_model: Annotated[
+        Path | None, _option("--peer-draft-model", help="Draft folder for vllm and transformers.", panel=PEERS)
+    ] = None,
+    peer_draft_gguf: Annotated[
+        Path | None, _option("--peer-draft-gguf", help="Draft file for llama.cpp.", panel=PEERS)
+    ] = None,
     peer_dtype: Annotated[str, _option("--peer-dtype", help="Precision of vllm and transformers.", panel=PEERS)] = (
         "bfloat16"
     ),
@@ -162,6 +168,9 @@ def bench(
         threads=peer_threads,
         slots=concurrency,
         asking=asking,
+        draft_model=peer_draft_model,
+        draft_gguf=peer_draft_gguf,
+        num_draft_tokens=num_speculative_tokens or 4,
     )
     peers = Peers(peer_settings, note)
     router = address or router_of(running(cluster, file))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,18 @@ def test_a_launch_names_model_threads_and_slots(tmp_path: Path) -> None:
         assert part in words
 
 
+def test_a_draft_changes_name_and_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.peers.has_module", lambda *_: True)
+    names = ("vllm", "transformers")
+    plain = settings(*names, model=tmp_path)
+    with_draft = replace(plain, draft_model=tmp_path / "draft", num_draft_tokens=3)
+    assert [launch.name for launch in launches(plain, print)] == list(names)
+    made = launches(with_draft, print)
+    assert [launch.name for launch in made] == ["vllm+draft", "transformers+draft"]
+    assert all(str(tmp_path / "draft") in " ".join(launch.command) for launch in made)
+    assert json.dumps({"model": str(tmp_path / "draft"), "num_speculative_tokens": 3}) in made[0].command
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(("ollama",), "no peer 'ollama'"), (("vllm",), "--peer-model"), (("llama.cpp",), "--peer-gguf")],
@@ -120,3 +133,5 @@ def test_events_of_llama_cpp_are_read() -> None:
         reading.take(b"\n", float(at))
     assert [(arrival.at, arrival.tokens) for arrival in reading.arrivals] == [(0, 1), (1, 2), (2, 1), (3, 1)]
     assert (reading.prompt_tokens, reading.finish_reason) == (8, "length")
+    with pytest.raises(ValueError, match="the server failed: out of memory"):
+        reading.take(b'data: {"error": "out of memory"}\n', 5.0)
