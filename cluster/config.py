@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.core.errors import ConfigError
 
@@ -109,8 +109,18 @@ class RouterConfig(_Section):
     max_queue: PositiveInt = 256
     # Whether a request takes over the keys and values that others computed of its text.
     enable_prefix_caching: bool = True
+    # How many times as long a step may take for the rows of prompts that are entered beside running streams; 0 for no
+    # limit. At least 16 such rows run in any case.
+    max_prefill_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
     # Applied where a request names no deadline.
     default_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @field_validator("max_prefill_slowdown")
+    @classmethod
+    def _no_step_is_faster_with_a_prompt(cls, value: float) -> float:
+        if 0 < value < 1:
+            raise ValueError("must be 0 or at least 1")
+        return value
 
 
 class SpeculationConfig(_Section):

@@ -24,6 +24,7 @@ PREFILL_SHARE = 4  # proposals leave one row in this many to prompts that wait
 MAX_SCORED_ROWS = 128  # of a step: each is a row of logits in memory, as wide as the vocabulary
 
 Propose = Callable[[Request], Heard | None]
+LimitPrompts = Callable[[int], int]
 
 
 class Batcher:
@@ -93,11 +94,14 @@ class Batcher:
         """Whether a request of the queue could join the next step."""
         return self._admissible() is not None
 
-    def build(self, propose: Propose, resting: Sequence[Request] = ()) -> list[Rows]:
+    def build(
+        self, propose: Propose, resting: Sequence[Request] = (), limit_prompts: LimitPrompts | None = None
+    ) -> list[Rows]:
         """The rows of the next step, at most ``budget``; moves requests between queue and running ones.
 
         ``propose`` gives the proposal that continues a request's text, of any length, or None. ``resting`` requests
-        would rather stay out of it; they do unless nobody else takes part.
+        would rather stay out of it; they do unless nobody else takes part. ``limit_prompts`` gives the most rows of
+        prompts beside the rows of requests that decode.
         """
         if not self.can_admit() and all(request in resting for request in self.running):
             resting = ()
@@ -118,6 +122,8 @@ class Batcher:
             spare -= built.plan.num_proposal_tokens
             left.rows -= built.plan.num_proposal_tokens
             rows.append(built)
+        if limit_prompts is not None and (decoding or resting):
+            left.rows = min(left.rows, limit_prompts(self.budget - left.rows))
         for request in prompts:
             rows += self._prompt_rows(request, propose, left)
         while left.rows > 0 and (head := self._admissible(left)) is not None:

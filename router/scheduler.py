@@ -29,6 +29,7 @@ from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest
 from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
 from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
+from outrider.router.step_cost import StepCosts, most_prompt_rows, observed
 from outrider.router.step_rows import Rows
 
 
@@ -67,6 +68,7 @@ class Scheduler:
         self._in_flight: _Step | None = None
         self._num_steps = 0
         self._pacer = Pacer()
+        self._costs = StepCosts()
         self._held_until: float | None = None
         self._num_lookup_tokens = self._num_lookup_accepted = 0
 
@@ -113,7 +115,9 @@ class Scheduler:
         self._held_until = self._pacer.hold_until(self._batcher.running, others, self._drafts, now)
         if self._held_until is not None:
             return None
-        rows = self._batcher.build(heard, self._pacer.sitting_out(self._batcher.running, self._drafts, now))
+        resting = self._pacer.sitting_out(self._batcher.running, self._drafts, now)
+        limit = self._most_prompt_rows if self.settings.max_prefill_slowdown else None
+        rows = self._batcher.build(heard, resting, limit)
         self._num_steps += 1
         plan = StepPlan(
             epoch=self.epoch,
@@ -146,6 +150,9 @@ class Scheduler:
         self._pacer.ready_since = now
         if step.rows and all(len(part.plan.verified_rows) == len(part.plan.tokens) for part in step.rows.values()):
             self._pacer.step_took(now - step.started)
+        if step.rows:
+            has_prompt = any(part.num_text_rows > 1 for part in step.rows.values())
+            self._costs = observed(self._costs, step.plan.num_rows, now - step.started, has_prompt=has_prompt)
         committed = []
         for outcome in result.sequences:
             part = step.rows[outcome.seq_id]
@@ -172,6 +179,7 @@ class Scheduler:
         """
         self.epoch, self.info = epoch, info
         self._in_flight = None
+        self._costs = StepCosts()
         self._batcher.reset(info, self.settings.max_num_seqs)
         room = min(info.max_model_len, self._batcher.num_pool_positions + 1)
         misfits = [request for request in self._requests if request.end_len > room]
@@ -290,6 +298,9 @@ class Scheduler:
             raise AssertionError("a draft session whose request has ended or has another one")
         if len(sessions) != sum(request.session is not None for request in known):
             raise AssertionError("a request whose draft session is not in the books")
+
+    def _most_prompt_rows(self, num_decoding: int) -> int:
+        return most_prompt_rows(self._costs, num_decoding, self.settings.max_prefill_slowdown)
 
     def _is_in_flight(self, request: Request) -> bool:
         return self._in_flight is not None and request.seq_id in self._in_flight.rows

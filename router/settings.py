@@ -17,6 +17,8 @@ class SchedulerSettings:
         lookup_lengths: of the n-grams that are looked up to propose what followed, the shortest and the longest; None
             for no lookup.
         enable_prefix_caching: whether a request takes over what others computed of its text; as it is at the start.
+        max_prefill_slowdown: how many times as long a step with rows of prompts may take, where others decode, as one
+            without; 0 for no limit.
     """
 
     max_queue: int = 256
@@ -24,6 +26,7 @@ class SchedulerSettings:
     num_speculative_tokens: int = 4
     lookup_lengths: tuple[int, int] | None = None
     enable_prefix_caching: bool = True
+    max_prefill_slowdown: float = 2.0
 
 
 def scheduler_settings(config: ClusterConfig, num_speculative_tokens: int) -> SchedulerSettings:
@@ -34,4 +37,5 @@ def scheduler_settings(config: ClusterConfig, num_speculative_tokens: int) -> Sc
         num_speculative_tokens=num_speculative_tokens,
         lookup_lengths=config.speculation.lookup_lengths,
         enable_prefix_caching=config.router.enable_prefix_caching,
+        max_prefill_slowdown=config.router.max_prefill_slowdown,
     )

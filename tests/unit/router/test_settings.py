@@ -23,11 +23,16 @@ def test_the_defaults_of_both_are_the_same() -> None:
 
 def test_every_setting_arrives() -> None:
     file = config(
-        router={"max_queue": 3, "max_num_seqs": 2, "enable_prefix_caching": False},
+        router={"max_queue": 3, "max_num_seqs": 2, "enable_prefix_caching": False, "max_prefill_slowdown": 3.5},
         speculation={"prompt_lookup_min": 2, "prompt_lookup_max": 4},
     )
     assert scheduler_settings(file, 5) == SchedulerSettings(
-        max_queue=3, max_num_seqs=2, num_speculative_tokens=5, lookup_lengths=(2, 4), enable_prefix_caching=False
+        max_queue=3,
+        max_num_seqs=2,
+        num_speculative_tokens=5,
+        lookup_lengths=(2, 4),
+        enable_prefix_caching=False,
+        max_prefill_slowdown=3.5,
     )
 
 

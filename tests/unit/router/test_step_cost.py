@@ -1,0 +1,164 @@
+"""Prompts that enter beside running streams: a simulated clock, of which the scheduler sees nothing but the time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.router.settings import SchedulerSettings
+from outrider.router.step_cost import (
+    MIN_PROMPT_ROWS,
+    StepCosts,
+    most_prompt_rows,
+    observed,
+    rows_within,
+    seconds_of,
+    typical,
+)
+
+Cost = Callable[[float], float]
+SHAPES: dict[str, Callable[[float], Cost]] = {
+    "in proportion": lambda slope: lambda rows: 0.1 + slope * rows,
+    "free at first": lambda slope: lambda rows: 0.1 + max(0.0, slope * (rows - 24)),
+    "bent": lambda slope: lambda rows: 0.1 + slope * rows + (slope * rows) ** 2,
+}
+
+
+@given(
+    shape=st.sampled_from(sorted(SHAPES)),
+    slope=st.floats(1e-5, 5e-3),
+    num_decoding=st.integers(1, 40),
+    slowdown=st.floats(1.5, 4.0),
+    known_and_outliers=st.sampled_from([(False, False), (True, False), (True, True)]),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=80, derandomize=True)  # noise is drawn: another run must not see worse luck
+def test_steps_with_prompts_take_what_they_may(shape, slope, num_decoding, slowdown, known_and_outliers, seed) -> None:
+    """After some steps, with 5 % of noise, whether or not steps without prompts were seen; one in ten may be slow."""
+    (knows_plain, outliers), num_steps = known_and_outliers, 0
+    chance, cost, costs = random.Random(seed), SHAPES[shape](slope), StepCosts()
+    plain = cost(num_decoding)
+
+    def run(rows: int, has_prompt: bool) -> None:
+        nonlocal costs, num_steps
+        num_steps += 1
+        slow = 8.0 if outliers and (num_steps + seed) % 10 == 0 else 1.0
+        seconds = cost(rows) * chance.uniform(0.95, 1.05) * slow
+        costs = observed(costs, rows, seconds, has_prompt=has_prompt)
+
+    for _ in range(8 if knows_plain else 0):
+        run(num_decoding, False)
+    chunks = []
+    for _ in range(60):
+        chunks.append(min(4000, most_prompt_rows(costs, num_decoding, slowdown)))
+        run(num_decoding + chunks[-1], True)
+    assert min(chunks) >= MIN_PROMPT_ROWS
+    late = chunks[30:]
+    # Else the smallest steps with a prompt stand for those without, and they are told apart by powers of two.
+    known = plain if knows_plain else cost(2 * (num_decoding + MIN_PROMPT_ROWS))
+    over = [c for c in late if cost(num_decoding + c) > slowdown * known * 1.25 and c > MIN_PROMPT_ROWS]
+    assert len(over) <= (2 if outliers else 0)
+    timid = [c for c in late if c < 4000 and cost(num_decoding + 1.5 * c) < slowdown * plain]
+    if knows_plain and not outliers:  # one that hits the largest step known makes it careful for a while
+        assert len(timid) <= 8
+
+
+def test_outliers_move_nothing() -> None:
+    costs = StepCosts()
+    for step in range(12):
+        costs = observed(costs, 1, 9.0 if step % 4 == 0 else 0.1, has_prompt=False)
+        costs = observed(costs, 65, 9.0 if step % 4 == 1 else 0.2, has_prompt=True)
+    assert typical(costs) == [(1, 0.1), (65, 0.2)]
+    assert most_prompt_rows(costs, 1, 2.0) == 64
+
+
+def test_a_large_step_that_was_fast_tells_of_a_smaller_one_that_was_slow_by_chance() -> None:
+    costs = StepCosts()
+    for rows, seconds in ((1, 0.1), (40, 5.0), (80, 0.2)):
+        costs = observed(costs, rows, seconds, has_prompt=rows > 1)
+    assert typical(costs) == [(1, 0.1), (40, 0.2), (80, 0.2)]
+
+
+def test_what_is_not_known_is_tried_carefully() -> None:
+    costs = StepCosts()
+    assert most_prompt_rows(costs, 1, 2.0) == MIN_PROMPT_ROWS
+    costs = observed(costs, 40, 0.1, has_prompt=False)
+    assert most_prompt_rows(costs, 40, 100.0) == 40  # twice the rows of the largest step known
+    for rows in (40, 80):
+        costs = observed(costs, rows, 0.1, has_prompt=True)
+    assert most_prompt_rows(costs, 40, 2.0) == 120
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.01, 10.0)), min_size=1, max_size=40), st.floats(0.01, 50.0))
+def test_time_and_rows_are_read_off_one_line(steps, seconds) -> None:
+    costs = StepCosts()
+    for rows, taken in steps:
+        costs = observed(costs, rows, taken, has_prompt=rows % 2 == 0)
+    line = typical(costs)
+    assert [point[0] for point in line] == sorted({point[0] for point in line})
+    assert [point[1] for point in line] == sorted(point[1] for point in line)
+    rows = rows_within(line, seconds)
+    if 0 < rows < float("inf"):
+        assert seconds_of(line, rows) == pytest.approx(seconds, rel=1e-6)
+
+
+def enter(toy, prompt_len: int, settings: SchedulerSettings, cost: Cost, num_streams: int = 2):
+    """A long prompt enters beside streams: seconds of the steps while it is entered, and of those before."""
+    info = toy.group_info(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=512)
+    world = toy.World(info, settings)
+    for index in range(num_streams):
+        world.add(f"s{index}", [index, 1, 2], max_tokens=300)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    texts_before = None
+    while "long" not in world.texts or not world.texts["long"]:
+        if world.num_steps == 12:
+            world.add("long", [7, *range(20)] * (prompt_len // 21) + [3], max_tokens=2)
+        texts_before = {name: len(text) for name, text in world.texts.items()}
+        plan = world.start()
+        seconds = cost(plan.num_rows)
+        world.now += seconds
+        world.finish()
+        world.scheduler.check_integrity()
+        if world.num_steps > 1:
+            times[world.num_steps > 12].append(seconds)
+            for name in (f"s{index}" for index in range(num_streams)):
+                assert len(world.texts[name]) == texts_before[name] + 1  # a stream goes on in every step
+    world.run_to_end()
+    world.check_ends()
+    return times[False], times[True]
+
+
+def cpu(rows: float) -> float:
+    """Reading the weights takes 100 ms, and so do 50 rows of arithmetic."""
+    return 0.1 + 0.002 * rows
+
+
+def test_a_long_prompt_does_not_stall_streams(toy) -> None:
+    plain, mixed = enter(toy, 2000, SchedulerSettings(), cpu)
+    assert max(mixed) <= 2.1 * max(plain)
+    assert len(mixed) <= 60  # 52 rows would fit into every step
+
+
+def test_without_the_limit_it_does(toy) -> None:
+    plain, mixed = enter(toy, 2000, SchedulerSettings(max_prefill_slowdown=0.0), cpu)
+    assert max(mixed) > 9 * max(plain)
+    assert len(mixed) <= 5
+
+
+def test_a_prompt_advances_however_dear_its_rows_are(toy) -> None:
+    _, mixed = enter(toy, 500, SchedulerSettings(), lambda rows: 0.1 * rows)
+    assert len(mixed) <= 500 / MIN_PROMPT_ROWS + 2
+
+
+def test_where_nobody_decodes_a_prompt_takes_the_whole_step(toy) -> None:
+    world = toy.World(toy.group_info(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=512))
+    world.add("a", [1, 2], max_tokens=4)
+    world.run_to_end()
+    world.add("long", list(range(20)) * 40, max_tokens=2)
+    assert [world.step().num_rows for _ in range(2)] == [512, 288]
+    world.run_to_end()
+    world.check_ends()
