@@ -234,7 +234,9 @@ torch::Tensor attention(
   const int64_t group = heads / kv_heads;
   const bool narrow = keys.scalar_type() == torch::kBFloat16, small = parse(isa) == Isa::kAvx2;
   const int64_t *facts = rows.data_ptr<int64_t>(), *all_slots = slots.data_ptr<int64_t>();
-  at::parallel_for(0, n * kv_heads, 1, [&](int64_t begin, int64_t end) {
+  int64_t longest = 0;
+  for (int64_t r = 0; r < n; ++r) longest = std::max(longest, facts[4 * r + 1]);
+  at::parallel_for(0, n * kv_heads, grain(group * longest * dim / 32), [&](int64_t begin, int64_t end) {
     std::vector<float> scores;
     std::vector<int64_t> offsets;
     for (int64_t index = begin; index < end; ++index) {
