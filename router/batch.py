@@ -103,6 +103,9 @@ class Batcher:
         would rather stay out of it; they do unless nobody else takes part. ``limit_prompts`` gives the most rows of
         prompts beside the rows of requests that decode.
         """
+        suspect = next((request for request in (*self.running, *self.waiting) if request.runs_alone), None)
+        if suspect is not None and (alone := self._build_alone(suspect, propose)):
+            return alone
         if not self.can_admit() and all(request in resting for request in self.running):
             resting = ()
         for request in self.running:
@@ -161,22 +164,36 @@ class Batcher:
             if len(request.blocks) < self.pool.blocks_for(request.kv_len):
                 raise AssertionError(f"{request.new.request_id} has keys and values without blocks")
 
+    def _build_alone(self, request: Request, propose: Propose) -> list[Rows]:
+        """A step with nobody else in it; empty if others must go on first to make room."""
+        if not request.seq_id:
+            if self._prefixes.must_wait(request) or not self._fits(request):
+                return []
+            self._admit(request)
+        elif not self._grow(request):
+            return []
+        return self._prompt_rows(request, propose, RowsLeft(self.budget, MAX_SCORED_ROWS))
+
     def _admissible(self, left: RowsLeft | None = None) -> Request | None:
         """The request of the queue that could join the next step.
 
         It is the first that need not wait, be it for a choice that computes the prompt of both or, in a step that has
-        no more than ``left``, for others' scored rows.
+        no more than ``left``, for others' scored rows. While one that is to run alone waits for room, none may.
         """
-        if len(self.running) >= self.max_num_seqs:
+        if any(request.runs_alone for request in self.waiting):
             return None
         ready = (request for request in self.waiting if not self._prefixes.must_wait(request))
         head = next((request for request in ready if left is None or left.chunk(request)), None)
-        if head is None:
-            return None
+        return head if head is not None and self._fits(head) else None
+
+    def _fits(self, request: Request) -> bool:
+        """Whether a place and blocks are free for a request of the queue."""
+        if len(self.running) >= self.max_num_seqs:
+            return False
         # One block stays for each running request, or it might preempt the new one in the very next step.
-        found = self._prefixes.find(head)
-        wanted = self.pool.blocks_for(len(head.text)) - len(found) + len(self.running)
-        return head if self.pool.can_allocate(wanted, beside=found) else None
+        found = self._prefixes.find(request)
+        wanted = self.pool.blocks_for(len(request.text)) - len(found) + len(self.running)
+        return self.pool.can_allocate(wanted, beside=found)
 
     def _grow(self, request: Request) -> bool:
         """Get the blocks for all committed tokens, from others if need be; False: it had to go itself."""

@@ -183,6 +183,9 @@ class Request:
         unreported: those that wait for the first token of the output.
         num_speculative_tokens: most tokens that a round verifies.
         proposal: newest proposal that may still continue the text, as it came from draft ``proposal_draft``.
+        num_failures: times that the group failed in a step of this request.
+        failed_at: length of the text at the last of them.
+        runs_alone: whether it is suspected of being the reason, and shares no step (``suspects.py``).
         sat_out: whether it stayed out of the last step to wait for a proposal.
         ended: set once the request is over; its step may still be in flight.
     """
@@ -210,6 +213,9 @@ class Request:
     excluded_drafts: set[str] = field(default_factory=set)
     num_lost_sessions: int = 0
     draft_retry_at: float = 0.0
+    num_failures: int = 0
+    failed_at: int = 0
+    runs_alone: bool = False
     sat_out: bool = False
     ended: bool = False
 

@@ -31,6 +31,7 @@ from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
 from outrider.router.step_cost import StepCosts, most_prompt_rows, observed
 from outrider.router.step_rows import Rows
+from outrider.router.suspects import failure_message, group_failed, progressed
 
 
 def no_stops(request: NewRequest) -> Cutter:
@@ -175,16 +176,19 @@ class Scheduler:
     def reset(self, epoch: int, info: GroupInfo) -> list[Committed]:
         """The group was rebuilt: running requests start over from their committed tokens, draft sessions live on.
 
-        Returns the ends of requests that the rebuilt group cannot hold (normally none).
+        Returns the ends of requests that the group does not survive, and of those that it cannot hold (normally none).
         """
         self.epoch, self.info = epoch, info
-        self._in_flight = None
+        step, self._in_flight = self._in_flight, None
+        parts = step.rows.values() if step is not None else ()
+        guilty = group_failed([part.request for part in parts if not part.request.ended])
         self._costs = StepCosts()
         self._batcher.reset(info, self.settings.max_num_seqs)
         room = min(info.max_model_len, self._batcher.num_pool_positions + 1)
-        misfits = [request for request in self._requests if request.end_len > room]
-        message = f"the target group was rebuilt with room for {room} tokens only"
-        return [self._end(request, FinishReason.ERROR, error_message=message) for request in misfits]
+        messages = {request: failure_message(request) for request in guilty}
+        misfits = [request for request in self._requests if request.end_len > room and request not in messages]
+        messages |= {request: f"the target group was rebuilt with room for {room} tokens only" for request in misfits}
+        return [self._end(request, FinishReason.ERROR, error_message=why) for request, why in messages.items()]
 
     def update_settings(self, settings: SchedulerSettings) -> None:
         """Takes effect for requests added from now on."""
@@ -322,6 +326,7 @@ class Scheduler:
                 self._num_lookup_tokens += verified
                 self._num_lookup_accepted += accepted
         request.text.extend(kept)
+        progressed(request)
         self._batcher.computed(request, part.num_text_rows, accepted)
         proposal_id = proposal.proposal_id if proposal is not None else 0
         commit = Committed(

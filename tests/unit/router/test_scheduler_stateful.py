@@ -248,7 +248,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.old_results.append(world.pending)
         world.pending = None
         world.group = self.toy.ToyGroup(world.info)
-        assert world.scheduler.reset(world.scheduler.epoch + 1, world.info) == []
+        ends = world.take(world.scheduler.reset(world.scheduler.epoch + 1, world.info))
+        assert all(end.finish.reason is FinishReason.ERROR for end in ends)
 
     @invariant()
     def books_balance(self) -> None:
