@@ -11,7 +11,8 @@ from typing import Any
 from outrider.client import ConfigError, Message
 
 MAX_TOKENS = 128  # where an item names none
-OPTIONS = ("temperature", "top_k", "top_p", "stop", "json_schema", "regex", "ebnf")
+GRAMMARS = ("json_schema", "regex", "ebnf")
+OPTIONS = ("temperature", "top_k", "top_p", "stop", *GRAMMARS)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Item:
     messages: tuple[Message, ...] = ()
     max_tokens: int = MAX_TOKENS
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_grammar(self) -> bool:
+        return any(name in self.options for name in GRAMMARS)
 
     @property
     def plain_prompt(self) -> str:

@@ -47,6 +47,8 @@ class ToServer:
         is_chat = self.as_chat and bool(item.messages)
         prompt: Prompt = list(item.messages) if is_chat else item.plain_prompt
         options = {"max_tokens": item.max_tokens, "seed": job.seed, **self.options, **item.options}
+        if item.has_grammar:  # its texts end where the grammar does
+            options.pop("ignore_eos", None)
         begun = time.perf_counter()
         arrivals: list[Arrival] = []
         record = replace(job.record, begun=begun)

@@ -31,7 +31,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
     models = ", ".join(f"{group['model']} {group['dtype']}" for group in summary["server"]["groups"])
     console.print(f"{models}; {how}, {load['requests']} requests for each arm, seed {load['seed']}")
     console.print(Group(*(_table(name, figures) for name, figures in summary["workloads"].items())))
-    for line in dict.fromkeys(_errors(summary)):
+    for line in _errors(summary):
         console.print(line, markup=False)
     if not summary["complete"]:
         console.print("the deadline passed: not every request was sent")
@@ -39,35 +39,42 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 def _table(name: str, figures: dict[str, Any]) -> Table:
     table = Table(title=name, title_justify="left")
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    for arm, values in figures["arms"].items():
-        speculation = values["speculation"] or {}
-        cache = values["kv_occupancy"]
-        missing = values["refused"] + values["failed"]
-        table.add_row(
-            arm,
-            f"{values['requests'] - missing} of {values['requests']}" if missing else str(values["requests"]),
-            _number(values["total_tokens_per_s"], 1),
-            _number((values["request_tokens_per_s"] or {}).get("p50"), 1),
-            *(_percentiles(values[key]) for key in ("ttft_ms", "message_gap_ms", "token_gap_ms")),
-            _number(speculation.get("accepted_length"), 2),
-            _number(speculation.get("draft_tokens_per_token"), 2),
-            _number(speculation.get("target_calls_per_token"), 2),
-            "" if cache is None else f"{100 * cache['max']:.0f} %",
-            _number(values["joules_per_token"], 2),
-            _ratio((figures["over_plain"].get(arm) or {}).get("speed")),
-        )
+    rows = [_row(arm, values, figures["over_plain"].get(arm) or {}) for arm, values in figures["arms"].items()]
+    shown = [index for index in range(len(COLUMNS)) if any(row[index] for row in rows)]
+    for index in shown:
+        table.add_column(COLUMNS[index], justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(row[index] for index in shown))
     return table
 
 
-def _errors(summary: dict[str, Any]) -> list[str]:
+def _row(arm: str, values: dict[str, Any], over_plain: dict[str, Any]) -> list[str]:
+    """A cell for each column; empty where there is nothing to say."""
+    speculation = values["speculation"] or {}
+    cache = values["kv_occupancy"]
+    missing = values["refused"] + values["failed"]
     return [
-        f"{name}, {arm}: {line}"
+        arm,
+        f"{values['requests'] - missing} of {values['requests']}" if missing else str(values["requests"]),
+        _number(values["total_tokens_per_s"], 1),
+        _number((values["request_tokens_per_s"] or {}).get("p50"), 1),
+        *(_percentiles(values[key]) for key in ("ttft_ms", "message_gap_ms", "token_gap_ms")),
+        _number(speculation.get("accepted_length"), 2),
+        _number(speculation.get("draft_tokens_per_token"), 2),
+        _number(speculation.get("target_calls_per_token"), 2),
+        "" if cache is None else f"{100 * cache['max']:.0f} %",
+        _number(values["joules_per_token"], 2),
+        _ratio(over_plain.get("speed")),
+    ]
+
+
+def _errors(summary: dict[str, Any]) -> list[str]:
+    """The most frequent error of each arm, where there is one."""
+    return [
+        f"{name}, {arm}: {values['errors'][0]}"
         for name, figures in summary["workloads"].items()
         for arm, values in figures["arms"].items()
-        for line in values["errors"]
-        if name != "all"
+        if values["errors"] and name != "all"
     ]
 
 

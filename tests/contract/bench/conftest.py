@@ -30,6 +30,7 @@ class StandIns:
     server: RouterServer
     target: StandInTarget
     draft: StandInDraft
+    model_folder: Path
 
     @property
     def address(self) -> str:
@@ -68,7 +69,7 @@ async def stand_ins(redis_url: str, model_folder: Path) -> AsyncIterator[StandIn
         await registry.announce("target", target.group_id, target.record())
         await registry.announce("draft", draft.draft_id, draft.record())
         async with RouterServer(config, redis_url, router_id="router-0", settings=TIMES) as server:
-            made = StandIns(server, target, draft)
+            made = StandIns(server, target, draft, model_folder)
             async with asyncio.timeout(10):
                 while not _is_ready(server):  # noqa: ASYNC110 - two objects of the router's own
                     await asyncio.sleep(0.01)

@@ -77,6 +77,16 @@ async def test_failures_are_in_the_figures(stand_ins: Any) -> None:
     assert "5011 tokens" in figures["errors"][0]
 
 
+async def test_a_grammar_ends_its_text_whatever_the_others_ignore(stand_ins: Any) -> None:
+    stand_ins.target.model_dir = stand_ins.model_folder
+    item = Item("g", "abc", max_tokens=8, options={"regex": "[ab]{3}"})
+    settings = BenchSettings(
+        (Workload("g", (item,), "made"),), requests=2, blocks=1, options={"temperature": 0.0, "ignore_eos": True}
+    )
+    seen = await run(stand_ins.address, settings, lambda *_: None)
+    assert [(record.error, record.finish_reason) for record in seen.records] == [(None, "stop")] * 4
+
+
 async def test_a_run_in_which_nothing_goes_well_fails(stand_ins: Any) -> None:
     settings = BenchSettings(WORKLOADS[:1], requests=2, options={"temperature": -1.0}, deadline_s=30.0)
     with pytest.raises(GenerationFailed, match=r"no request went well \(plain\).*temperature"):
