@@ -1,8 +1,9 @@
-"""When the next step starts: at once, or after a short wait for proposals that are predicted to come."""
+"""When the next step starts: at once, or after a short wait for proposals that are predicted to come; and how many rows
+of prompts it may have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from outrider.core.sampling import Verifier
 from outrider.router.draft_book import DraftBook
@@ -20,6 +21,8 @@ from outrider.router.policy import (
     tokens_without_waiting,
 )
 from outrider.router.requests import Request
+from outrider.router.step_cost import StepCosts, most_prompt_rows, observed
+from outrider.router.step_rows import Rows
 
 
 def late_match(request: Request) -> float:
@@ -38,9 +41,24 @@ class Pacer:
     def __init__(self) -> None:
         self.step_s: float | None = None
         self.ready_since = 0.0
+        self._costs = StepCosts()
 
-    def step_took(self, seconds: float) -> None:
-        self.step_s = averaged(self.step_s, seconds)
+    def step_took(self, parts: Collection[Rows], seconds: float) -> None:
+        """Learn from a step that ran."""
+        if not parts:
+            return
+        if all(len(part.plan.verified_rows) == len(part.plan.tokens) for part in parts):
+            self.step_s = averaged(self.step_s, seconds)
+        num_rows, has_prompt = sum(len(part.plan.tokens) for part in parts), any(p.num_text_rows > 1 for p in parts)
+        self._costs = observed(self._costs, num_rows, seconds, has_prompt=has_prompt)
+
+    def group_changed(self) -> None:
+        """What was learned of the rows of steps is not true of another group."""
+        self._costs = StepCosts()
+
+    def most_prompt_rows(self, num_decoding: int, max_slowdown: float) -> int:
+        """Rows of prompts beside ``num_decoding`` others, where a step may take ``max_slowdown`` times as long."""
+        return most_prompt_rows(self._costs, num_decoding, max_slowdown)
 
     def hold_until(self, running: Iterable[Request], others: int, drafts: DraftBook, now: float) -> float | None:
         """Until when to hold back the next step unless a proposal comes, or None to start it now.

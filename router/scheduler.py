@@ -29,7 +29,6 @@ from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest
 from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
 from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
-from outrider.router.step_cost import StepCosts, most_prompt_rows, observed
 from outrider.router.step_rows import Rows
 from outrider.router.suspects import failure_message, group_failed, progressed
 
@@ -69,7 +68,6 @@ class Scheduler:
         self._in_flight: _Step | None = None
         self._num_steps = 0
         self._pacer = Pacer()
-        self._costs = StepCosts()
         self._held_until: float | None = None
         self._num_lookup_tokens = self._num_lookup_accepted = 0
 
@@ -149,11 +147,7 @@ class Scheduler:
         check_result(step.plan, result, samplings, self.info.vocab_size)
         self._in_flight = None
         self._pacer.ready_since = now
-        if step.rows and all(len(part.plan.verified_rows) == len(part.plan.tokens) for part in step.rows.values()):
-            self._pacer.step_took(now - step.started)
-        if step.rows:
-            has_prompt = any(part.num_text_rows > 1 for part in step.rows.values())
-            self._costs = observed(self._costs, step.plan.num_rows, now - step.started, has_prompt=has_prompt)
+        self._pacer.step_took(step.rows.values(), now - step.started)
         committed = []
         for outcome in result.sequences:
             part = step.rows[outcome.seq_id]
@@ -182,7 +176,7 @@ class Scheduler:
         step, self._in_flight = self._in_flight, None
         parts = step.rows.values() if step is not None else ()
         guilty = group_failed([part.request for part in parts if not part.request.ended])
-        self._costs = StepCosts()
+        self._pacer.group_changed()
         self._batcher.reset(info, self.settings.max_num_seqs)
         room = min(info.max_model_len, self._batcher.num_pool_positions + 1)
         messages = {request: failure_message(request) for request in guilty}
@@ -304,7 +298,7 @@ class Scheduler:
             raise AssertionError("a request whose draft session is not in the books")
 
     def _most_prompt_rows(self, num_decoding: int) -> int:
-        return most_prompt_rows(self._costs, num_decoding, self.settings.max_prefill_slowdown)
+        return self._pacer.most_prompt_rows(num_decoding, self.settings.max_prefill_slowdown)
 
     def _is_in_flight(self, request: Request) -> bool:
         return self._in_flight is not None and request.seq_id in self._in_flight.rows
