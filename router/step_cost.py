@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 PLAIN_KEPT = 16  # steps that are remembered: without prompt rows ...
-MIXED_KEPT = 32  # ... and with some
+MIXED_KEPT = 16  # ... and with some; few, since rows cost more the deeper in a text they are
 MIN_PROMPT_ROWS = 16  # of a step, so that prompts advance whatever they cost
 GROWTH = 2.0  # a step has at most so many times the rows of the largest one known
 

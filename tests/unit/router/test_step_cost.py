@@ -162,3 +162,17 @@ def test_where_nobody_decodes_a_prompt_takes_the_whole_step(toy) -> None:
     assert [world.step().num_rows for _ in range(2)] == [512, 288]
     world.run_to_end()
     world.check_ends()
+
+
+def test_rows_that_cost_more_the_deeper_they_are(toy) -> None:
+    """Attention over what came before: the limit follows."""
+    depth = 0
+
+    def cost(rows: float) -> float:
+        nonlocal depth
+        depth += int(rows) if rows > 2 else 0
+        return 0.1 + 0.002 * rows * (1.0 + depth / 1500)
+
+    plain, mixed = enter(toy, 2000, SchedulerSettings(), cost)
+    assert max(mixed) <= 2.3 * max(plain)
+    assert mixed[-10] > 1.6 * max(plain)
