@@ -113,18 +113,21 @@ def measure(
 
     keep = judged.nonzero()[:, 0]
     share = torch.from_numpy(rng.random(len(tokens)))[keep]
-    probs, chosen, kept_tokens = probs[keep], chosen[keep], tokens[keep]
-    orders = _orders(rows, keep, hashing)
+    chosen, kept_tokens = chosen[keep], tokens[keep]
+    # Columns of tokens that no row can draw say nothing; filters leave few others.
+    columns = (probs[keep] > 0.0).any(dim=0).nonzero()[:, 0]  # [C] int64: the tokens that are left
+    columns = columns if len(columns) else tokens[:1]
+    probs = probs[keep][:, columns]
+    at = torch.searchsorted(columns, kept_tokens)  # [n] int64: where the drawn tokens stand among them
+    shuffle, hash_cell = hashing.place[columns], hashing.cell[columns]
+    orders = _orders(rows, keep, columns)
     likelihood = orders["likelihood"]
-    u = {
-        name: (_mass_before(probs, key, hashing.place, kept_tokens) + share * chosen).numpy()
-        for name, key in orders.items()
-    }
+    u = {name: (_mass_before(probs, key, shuffle, at) + share * chosen).numpy() for name, key in orders.items()}
     log_probs = probs.clamp(min=1e-300).log()
     mean = (probs * log_probs).sum(dim=-1)
     variance = ((probs * log_probs.square()).sum(dim=-1) - mean.square()).clamp(min=0.0)
     numbers = rows.start + keep.numpy()
-    classes = _repeats(prompt, output[:end], probs.shape[-1], numbers.tolist())
+    classes = _repeats(prompt, output[:end], columns, numbers.tolist())
     evidence = Evidence(
         text=np.full(len(keep), labels["text"]),
         prompt=np.full(len(keep), labels["prompt"]),
@@ -133,32 +136,31 @@ def measure(
         place=np.asarray(place, dtype=np.int64)[numbers],
         u=u,
         cells={
-            "rank": _rank_cells(probs, likelihood, hashing.place, kept_tokens),
-            "tokens": _cells(probs, hashing.cell.expand(probs.shape), kept_tokens, NUM_HASH_CELLS),
-            "repeats": _cells(probs, classes, kept_tokens, 4),
+            "rank": _rank_cells(probs, likelihood, shuffle, at),
+            "tokens": _cells(probs, hash_cell.expand(probs.shape), at, NUM_HASH_CELLS),
+            "repeats": _cells(probs, classes, at, 4),
         },
-        tail=torch.where(likelihood <= likelihood.gather(1, kept_tokens[:, None]), probs, 0.0).sum(dim=-1).numpy(),
-        log_likelihood=log_probs.gather(1, kept_tokens[:, None])[:, 0].numpy(),
+        tail=torch.where(likelihood <= likelihood.gather(1, at[:, None]), probs, 0.0).sum(dim=-1).numpy(),
+        log_likelihood=log_probs.gather(1, at[:, None])[:, 0].numpy(),
         log_mean=mean.numpy(),
         log_variance=variance.numpy(),
     )
     return evidence, counts, (rows.start + impossible.nonzero()[:, 0]).tolist()
 
 
-def _orders(rows: Rows, keep: Tensor, hashing: Hashing) -> dict[str, Tensor]:
-    """order -> [n, V] float64 keys, larger ones first; equal ones by the shuffle."""
-    scores, raw = rows.scores[keep].double(), rows.raw[keep].double()
-    num_tokens = scores.shape[-1]
+def _orders(rows: Rows, keep: Tensor, columns: Tensor) -> dict[str, Tensor]:
+    """order -> [n, C] float64 keys, larger ones first; equal ones by the shuffle."""
+    scores, raw = rows.scores[keep][:, columns].double(), rows.raw[keep][:, columns].double()
     orders = {
         "likelihood": scores,
-        "token id": -torch.arange(num_tokens, dtype=torch.float64).expand(scores.shape),
+        "token id": -columns.double().expand(scores.shape),
         "shuffle": torch.zeros(1, dtype=torch.float64).expand(scores.shape),
         # What the settings raise comes first, what they lower last: where one of them is left out, mass moves along it.
         "effect of the settings": scores - raw,
     }
     if rows.draft is not None:
         # What the draft overrates comes first: where its distribution leaks into the text, mass moves along it.
-        draft = rows.draft[keep].double()
+        draft = rows.draft[keep][:, columns].double()
         orders["draft against target"] = torch.where(torch.isneginf(scores), -torch.inf, draft - scores)
     return orders
 
@@ -185,15 +187,19 @@ def _cells(probs: Tensor, classes: Tensor, tokens: Tensor, num_cells: int) -> Ce
     return Cells(classes.gather(1, tokens[:, None])[:, 0].numpy(), mass.numpy())
 
 
-def _repeats(prompt: Sequence[int], output: Sequence[int], vocab_size: int, keep: Sequence[int]) -> Tensor:
-    """[n, V] int64: 0 for tokens that the text does not hold before the row, 1 for those of the prompt only, 2 for
-    those that the output holds once, 3 for those that it holds more often."""
-    now = torch.zeros(vocab_size, dtype=torch.int64)
-    now[torch.tensor(list(prompt), dtype=torch.int64)] = 1
-    classes = torch.zeros(len(keep), vocab_size, dtype=torch.int64)
-    wanted = dict(zip(keep, range(len(keep)), strict=True))
-    for index, token in enumerate(output):
-        if index in wanted:
-            classes[wanted[index]] = now
-        now[token] = min(3, max(2, int(now[token]) + 1))
+def _repeats(prompt: Sequence[int], output: Sequence[int], columns: Tensor, keep: Sequence[int]) -> Tensor:
+    """[n, C] int64: 0 for tokens that the text does not hold before the row, 1 for those of the prompt only, 2 for
+    those that the output holds once, 3 for those that it holds more often. columns: the tokens [C]."""
+    column = {token: index for index, token in enumerate(columns.tolist())}
+    now = torch.zeros(len(columns), dtype=torch.int64)
+    for token in prompt:
+        if token in column:
+            now[column[token]] = 1
+    classes = torch.zeros(len(keep), len(columns), dtype=torch.int64)
+    wanted = {place: row for row, place in enumerate(keep)}
+    for place, token in enumerate(output):
+        if place in wanted:
+            classes[wanted[place]] = now
+        if token in column:
+            now[column[token]] = min(3, max(2, int(now[column[token]]) + 1))
     return classes
