@@ -7,6 +7,7 @@ who begins changes from block to block: a machine that grows slower or faster do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -157,7 +158,8 @@ async def _run_block(
     energy, cache = Energy.find(), CacheUse()
     before = energy.read() if energy is not None else ()
     begun = time.perf_counter()
-    async with watched(client, cache):
+    is_ours = arm.name in (PLAIN, SPECULATIVE)
+    async with watched(client, cache) if is_ours else contextlib.nullcontext():
         if settings.rate is None:
             records = await closed_loop(jobs, arm.send, settings.concurrency, done)
         else:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LOAD = "Load"
 REQUESTS = "Requests"
 OUTPUT = "Output"
+OPEN_SLOTS = 16  # of peers where requests arrive as they like
 PEERS = "Other servers, with the same prompts in the same run"
 
 
@@ -166,7 +167,7 @@ def bench(
         peer_gguf,
         dtype=peer_dtype,
         threads=peer_threads,
-        slots=concurrency,
+        slots=concurrency if rate is None else max(concurrency, OPEN_SLOTS),
         asking=asking,
         draft_model=peer_draft_model,
         draft_gguf=peer_draft_gguf,
