@@ -78,7 +78,7 @@ def test_tokens_and_words(running_cluster: Cluster, free: dict[str, Any]) -> Non
 
     assert not set(tokens("--banned-token-ids", ",".join(map(str, some)))) & set(some)
     assert set(tokens("--allowed-token-ids", json.dumps(some), "--ignore-eos")) <= set(some)
-    assert set(tokens("--logit-bias", json.dumps({free[0]: 100}))) == {free[0]}
+    assert set(tokens("--logit-bias", json.dumps({some[0]: 100}))) == {some[0]}
     spelt = running_cluster.generate(PROMPT, *LENGTH, *SAMPLED, "--logprobs", "0")["logprobs"]
     word = next(entry for entry in spelt if re.fullmatch(" [a-z]{2,}", entry["token"]))  # one token is the whole word
     assert word["token_id"] not in tokens("--bad-words", word["token"].strip())
