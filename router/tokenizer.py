@@ -13,7 +13,7 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from outrider.core.end_tokens import end_token_ids
+from outrider.core.end_tokens import end_token_ids, read_json_object
 from outrider.core.errors import ConfigError, InvalidRequest
 from outrider.core.fingerprint import vocab_fingerprint, vocab_size
 from outrider.router.text import IncrementalDetokenizer
@@ -48,7 +48,7 @@ class TextTokenizer:
         self.fingerprint = vocab_fingerprint(vocab)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings = read_json_object(folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
         self.eos_token_ids = end_token_ids(folder, vocab)
         self._template = _read_template(folder, settings)
@@ -141,18 +141,6 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return data
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import Control, Facts, RowText, Stage, checked_token_ids
 from outrider.controls.indices import row_entries
-from outrider.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +28,6 @@ class AllowedTokenIds(Control):
         if not tokens:
             self.refuse(value, "a list of at least one token id")
         return tokens if len(tokens) < facts.vocab_size else None
-
-    def fault(self, value: Any, vocab_size: int) -> str | None:
-        try:
-            self.resolve(value, Facts(vocab_size, frozenset(), lambda text: ()))
-        except InvalidRequest as error:
-            return str(error)
-        return None
 
     def reference(self, row: Tensor, value: Any, text: RowText) -> Tensor:
         kept = row.new_full(row.shape, -math.inf)

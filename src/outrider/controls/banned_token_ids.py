@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.controls.base import Control, Facts, RowText, Stage, checked_token_ids
 from outrider.controls.indices import row_entries
-from outrider.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,13 +27,6 @@ class BannedTokenIds(Control):
         if len(tokens) == facts.vocab_size:
             self.refuse(f"all {len(tokens)} tokens", "a list that leaves a token")
         return tokens or None
-
-    def fault(self, value: Any, vocab_size: int) -> str | None:
-        try:
-            self.resolve(value, Facts(vocab_size, frozenset(), lambda text: ()))
-        except InvalidRequest as error:
-            return str(error)
-        return None
 
     def reference(self, row: Tensor, value: Any, text: RowText) -> Tensor:
         row = row.clone()

@@ -101,9 +101,16 @@ class Control(ABC):
         Raises ``InvalidRequest`` (``refuse``) with the field ``sampling.NAME``.
         """
 
-    @abstractmethod
     def fault(self, value: Any, vocab_size: int) -> str | None:
-        """What is wrong with a resolved value that came over the network, or None."""
+        """What is wrong with a resolved value that came over the network, or None.
+
+        As it stands, for controls whose resolved values are given ones too: those are resolved again.
+        """
+        try:
+            self.resolve(value, Facts(vocab_size, frozenset(), lambda text: ()))
+        except InvalidRequest as error:
+            return str(error)
+        return None
 
     @abstractmethod
     def reference(self, row: Tensor, value: Any, text: RowText) -> Tensor:
@@ -156,13 +163,6 @@ class NumberControl(Control):
         if limit is not None:
             self.refuse(value, limit)
         return None if value == self.neutral else float(value)
-
-    def fault(self, value: Any, vocab_size: int) -> str | None:
-        try:
-            self.resolve(value, Facts(vocab_size, frozenset(), lambda text: ()))
-        except InvalidRequest as error:
-            return str(error)
-        return None
 
 
 def checked_token_ids(control: Control, value: Any, vocab_size: int, part: str = "") -> tuple[int, ...]:

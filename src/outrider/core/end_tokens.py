@@ -22,20 +22,20 @@ def end_token_ids(model_dir: str | Path, vocab: Mapping[str, int]) -> frozenset[
     """
     folder = Path(model_dir)
     for name in ("generation_config.json", "config.json"):
-        value = _read(folder / name).get("eos_token_id")
+        value = read_json_object(folder / name).get("eos_token_id")
         if isinstance(value, int):
             return frozenset([value])
         if isinstance(value, list) and value:
             return frozenset(int(token_id) for token_id in value)
-    token = _read(folder / "tokenizer_config.json").get("eos_token")
+    token = read_json_object(folder / "tokenizer_config.json").get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     token_id = vocab.get(token) if isinstance(token, str) else None
     return frozenset() if token_id is None else frozenset([token_id])
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no such file."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file of a model's folder; empty if there is no such file. Raises ``ConfigError``."""
     if not path.is_file():
         return {}
     try:
