@@ -42,6 +42,7 @@ class Outcome:
     Attributes:
         error: why it commits nothing, or None: a row that is needed holds no distribution, or q rows do not fit.
         is_invalid_logits: whether the error is the target's own, and not the proposal's.
+        is_nothing_allowed: whether it is that the settings leave no token in a row that held a distribution.
         logprobs: for each committed token, where the sampling asks for them.
     """
 
@@ -49,6 +50,7 @@ class Outcome:
     next_token: int = -1
     error: str | None = None
     is_invalid_logits: bool = False
+    is_nothing_allowed: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 

@@ -54,6 +54,7 @@ class _Verdict:
     token: int
     is_accepted: bool = False
     error: str | None = None
+    is_nothing_allowed: bool = False
     logprobs: TokenLogprobs | None = None
 
 
@@ -123,7 +124,7 @@ def _outcome(verdicts: Sequence[_Verdict]) -> Outcome:
     """Reads a chain's outcome off its rows, as far as it reaches them."""
     for num_accepted, verdict in enumerate(verdicts):
         if verdict.error is not None:
-            return Outcome(error=verdict.error, is_invalid_logits=True)
+            return Outcome(error=verdict.error, is_invalid_logits=True, is_nothing_allowed=verdict.is_nothing_allowed)
         if not verdict.is_accepted:
             reached = [row.logprobs for row in verdicts[: num_accepted + 1]]
             return Outcome(num_accepted, verdict.token, logprobs=tuple(entry for entry in reached if entry is not None))
@@ -148,7 +149,7 @@ def _judge_sorted(entries: Sequence[_Entry]) -> list[_Verdict]:
     ready = processed(raw, rows, may_change=not single and not needs_raw)
     valid, usable = torch.stack([ready.valid, ready.usable]).tolist()
     verdicts = [
-        _Verdict(-1, error=None if is_usable else _error(row, is_valid))
+        _Verdict(-1) if is_usable else _refused(row, is_valid)
         for row, is_valid, is_usable in zip(rows, valid, usable, strict=True)
     ]
     members = [i for i, is_usable in enumerate(usable) if is_usable]
@@ -167,8 +168,9 @@ def _judge_sorted(entries: Sequence[_Entry]) -> list[_Verdict]:
     return verdicts
 
 
-def _error(row: Row, is_valid: bool) -> str:
-    return (nothing_allowed if is_valid else invalid_logits)(row.text.length)
+def _refused(row: Row, is_valid: bool) -> _Verdict:
+    error = (nothing_allowed if is_valid else invalid_logits)(row.text.length)
+    return _Verdict(-1, error=error, is_nothing_allowed=is_valid)
 
 
 def _judge_group(group: Group, entries: Sequence[_Entry]) -> list[tuple[int, _Verdict]]:

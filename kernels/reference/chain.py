@@ -34,7 +34,8 @@ def verify_one(chain: Chain) -> Outcome:
         try:
             target = distribution(chain.logits[i], sampling, text, allowed)
         except (InvalidLogitsError, NothingAllowedError) as error:
-            return Outcome(error=str(error), is_invalid_logits=True)
+            nothing_allowed = isinstance(error, NothingAllowedError)
+            return Outcome(error=str(error), is_invalid_logits=True, is_nothing_allowed=nothing_allowed)
         token, accepted = decide(target, chain, i)
         if sampling.logprobs is not None:
             raw = sampling.logprobs_mode is LogprobsMode.RAW

@@ -16,7 +16,7 @@ from outrider.core.plan import SequenceError, SequencePlan, SequenceResult, Step
 from outrider.grammar import GrammarError, Matcher
 from outrider.kernels.batched.data import Chain, Outcome
 from outrider.kernels.batched.verify import verify
-from outrider.kernels.reference.errors import InvalidLogitsError, nothing_allowed
+from outrider.kernels.reference.errors import InvalidLogitsError
 from outrider.kernels.reference.verify import Verdict, verify_best
 from outrider.workers.target.step import Admission, Exchanged, Rows, needs_best_only, verified_rows
 
@@ -144,7 +144,7 @@ def _on_device(allowed: np.ndarray, logits: Tensor) -> Tensor:
 def _result(span: Rows, outcome: Outcome, mask: _Mask | None) -> SequenceResult:
     plan = span.sequence.plan
     if outcome.error is not None:
-        return _error(plan, _code(span, outcome), outcome.error)
+        return _error(plan, _code(outcome), outcome.error)
     # The grammar leaves no choice where one token is allowed: what is proposed there says nothing about the draft.
     forced = (mask.allowed[: len(plan.proposal)].sum(axis=1) == 1).tolist() if mask is not None else []
     return SequenceResult(
@@ -159,13 +159,10 @@ def _result(span: Rows, outcome: Outcome, mask: _Mask | None) -> SequenceResult:
     )
 
 
-def _code(span: Rows, outcome: Outcome) -> SequenceError:
+def _code(outcome: Outcome) -> SequenceError:
     if not outcome.is_invalid_logits:
         return SequenceError.INVALID_PLAN  # q rows that do not fit the proposal: only the leader has them
-    positions = range(span.first_position, span.first_position + span.stop - span.start)
-    if outcome.error in {nothing_allowed(position) for position in positions}:
-        return SequenceError.NOTHING_ALLOWED
-    return SequenceError.INVALID_LOGITS
+    return SequenceError.NOTHING_ALLOWED if outcome.is_nothing_allowed else SequenceError.INVALID_LOGITS
 
 
 def _error(plan: SequencePlan, code: SequenceError, message: str) -> SequenceResult:
