@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -276,14 +277,24 @@ async def test_settings_that_are_not_understood_end_their_session_only(scheduler
     assert (await scheduler.proposal())[0] == 2
 
 
-async def test_a_heavy_grammar_holds_up_nobody(
-    tiny_worker: Any, scheduler: Any, engine: Engine, tokenizer: Tokenizer, compiler: GrammarCompiler
+async def test_a_grammar_that_takes_long_holds_up_nobody(
+    tiny_worker: Any,
+    scheduler: Any,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    compiler: GrammarCompiler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until it is compiled, its own session drafts freely; then it follows the grammar, from a legal text on."""
+    compile_it, may_compile = GrammarCompiler.matcher, threading.Event()
+
+    def matcher(compiler: GrammarCompiler, grammar: Grammar) -> Matcher:
+        assert may_compile.wait(timeout=60)
+        return compile_it(compiler, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "matcher", matcher)
     prompt = tokenizer.encode("Say: ").ids
-    count = 1500
-    rules = "".join(f'r{index} ::= "x" r{index + 1}\n' for index in range(count))
-    heavy = Grammar(GrammarKind.EBNF, f'root ::= r0\n{rules}r{count} ::= "y"\n')
+    heavy = Grammar(GrammarKind.EBNF, 'root ::= "x" "x" "x" "y"\n')
     plain = replace(VERIFIERS["coupled"], prompt_len=len(prompt))
     await scheduler.open(1, prompt, replace(plain, grammar=heavy), num_tokens=3)
     answered, proposal = await scheduler.proposal()
@@ -293,7 +304,8 @@ async def test_a_heavy_grammar_holds_up_nobody(
     answered, proposal = await scheduler.proposal()
     assert answered == 2
     check_proposal(engine, prompt, proposal, plain, None)
-    assert not tiny_worker.inspect(lambda batcher: is_compiled(batcher, 1)), "compiled too fast: nothing is proven"
+    assert not tiny_worker.inspect(lambda batcher: is_compiled(batcher, 1))
+    may_compile.set()
     await tiny_worker.until(lambda batcher: is_compiled(batcher, 1))
     (row,) = compiler.matcher(heavy).allowed([])
     text = [*prompt, int(row.nonzero()[0][0])]

@@ -1,6 +1,7 @@
 """One rank in a process of its own, driven by the test over a pipe: ``python rank_process.py ADDRESS SETTINGS``.
 
-Settings may plant a fault, which the shard itself knows nothing about.
+Settings may plant a fault, which the shard itself knows nothing about. Beside the shard's own methods the test may
+call ``hold_grammars`` and ``release_grammars``: between them no grammar gets compiled.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from multiprocessing.connection import Client
 from typing import Any
 
 from outrider.cluster.config import TargetConfig
+from outrider.core.grammar import Grammar
 from outrider.core.plan import StepPlan
+from outrider.grammar import GrammarCompiler, Matcher
 from outrider.workers.target.shard import TargetShard
 from outrider.workers.target.state import Admitted, Refused, SequenceTable
 from outrider.workers.target.step import Admission, Computed, Exchanged, RankStep
@@ -72,6 +76,24 @@ class LyingStep(RankStep):
         return super().exchange(admission, computed)
 
 
+class GrammarGate:
+    """Lets compilers wait: how long compiling takes is the test's to say, not the machine's."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._compile = GrammarCompiler.matcher
+        self.calls = {"hold_grammars": self._open.clear, "release_grammars": self._open.set}
+
+    def install(self) -> None:
+        def matcher(compiler: GrammarCompiler, grammar: Grammar) -> Matcher:
+            if not self._open.wait(timeout=240):
+                raise TimeoutError("nobody released the grammars")
+            return self._compile(compiler, grammar)
+
+        GrammarCompiler.matcher = matcher  # type: ignore[method-assign]
+
+
 TABLES = {"forgetful": ForgetfulTable, "slow": SlowTable, "broken": BrokenTable}
 
 
@@ -86,6 +108,8 @@ def main() -> None:
         shard.step_class = LyingStep  # type: ignore[misc]
     elif fault is not None:
         raise ValueError(f"no fault is called {fault!r}")
+    gate = GrammarGate()
+    gate.install()
     with Client(address, authkey=os.environ["RANK_KEY"].encode()) as connection:
         while True:
             try:
@@ -94,7 +118,7 @@ def main() -> None:
                 faulthandler.dump_traceback_later(30)  # the log says what a process that does not end is doing
                 return
             try:
-                value = getattr(shard, method)(*args)
+                value = (gate.calls.get(method) or getattr(shard, method))(*args)
                 if method == "read_kv":  # tensors would travel through shared memory
                     value = [array.numpy() for layer in value for array in layer]
                 answer: tuple[str, Any] = ("ok", value)
