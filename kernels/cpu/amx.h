@@ -8,8 +8,9 @@ struct alignas(64) TileConfig {
 };
 
 constexpr int64_t kTileRows = 16;
-constexpr int64_t kTileInputs = 32;
-constexpr int64_t kAhead = 128;  // inputs of a panel between those that are multiplied and those that are asked for
+constexpr int64_t kTileInputs = 32;      // bfloat16
+constexpr int64_t kTileInputsInt8 = 64;  // int8
+constexpr int64_t kAhead = 8192;         // bytes of a panel between those that are multiplied and those that are asked for
 
 // Asks the kernel once for the right to use the tiles; threads inherit it.
 inline bool granted() {
@@ -29,6 +30,12 @@ TARGET inline void configure(int64_t rows) {
 }
 
 TARGET inline void release() { _tile_release(); }
+
+// Tile loads of strided lines do not start the hardware's prefetcher: asks for the 2 KiB that are multiplied later.
+TARGET inline void ask_ahead(const void* weights) {
+  for (int64_t byte = 0; byte < 2048; byte += 64)
+    _mm_prefetch(static_cast<const char*>(weights) + kAhead + byte, _MM_HINT_T0);
+}
 
 // x [count], a multiple of 16, as the sum of two bfloat16. Together they keep 16 bits of the mantissa: the weights have 8,
 // so what is lost is far below what they lost already. A high part that is no finite number has no rest.
@@ -55,9 +62,7 @@ TARGET inline void product_panel(
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t k = 0; k < count; k += kTileInputs) {
-    // Tile loads of strided lines do not start the hardware's prefetcher.
-    for (int64_t line = 0; line < kTileInputs * kPanel; line += 32)
-      _mm_prefetch(reinterpret_cast<const char*>(weights + (k + kAhead) * kPanel + line), _MM_HINT_T0);
+    ask_ahead(weights + k * kPanel);
     _tile_loadd(6, weights + k * kPanel, 4 * kPanel);
     _tile_loadd(7, weights + k * kPanel + 32, 4 * kPanel);
     _tile_loadd(4, high + k, 2 * stride);
@@ -75,4 +80,44 @@ TARGET inline void product_panel(
   asm volatile("" : : "r"(acc), "r"(low_sums) : "memory");
   for (int64_t i = 0; i < rows * kPanel; i += 16)
     _mm512_storeu_ps(acc + i, _mm512_add_ps(_mm512_loadu_ps(acc + i), _mm512_load_ps(low_sums + i)));
+}
+
+// x [count], 16-bit numbers of at most 32512 in magnitude -> 256 * high + low.
+inline void split_int16(const int16_t* x, int64_t count, int8_t* high, int8_t* low) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int upper = (x[i] + 128) >> 8;
+    high[i] = static_cast<int8_t>(upper);
+    low[i] = static_cast<int8_t>(x[i] - 256 * upper);
+  }
+}
+
+// One panel of int8 weights for up to kTileRows rows, tiles as above. acc [rows][kPanel]: exact.
+TARGET inline void product_panel(
+    const int8_t* weights, const int8_t* high, const int8_t* low, int64_t stride, int64_t count, int64_t rows,
+    int32_t* acc) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < count; k += kTileInputsInt8) {
+    ask_ahead(weights + k * kPanel);
+    _tile_loadd(6, weights + k * kPanel, 4 * kPanel);
+    _tile_loadd(7, weights + k * kPanel + 64, 4 * kPanel);
+    _tile_loadd(4, high + k, stride);
+    _tile_loadd(5, low + k, stride);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+  }
+  alignas(64) int32_t low_sums[kTileRows * kPanel];
+  _tile_stored(0, acc, 4 * kPanel);
+  _tile_stored(1, acc + 16, 4 * kPanel);
+  _tile_stored(2, low_sums, 4 * kPanel);
+  _tile_stored(3, low_sums + 16, 4 * kPanel);
+  asm volatile("" : : "r"(acc), "r"(low_sums) : "memory");
+  for (int64_t i = 0; i < rows * kPanel; i += 16)
+    _mm512_storeu_si512(
+        acc + i,
+        _mm512_add_epi32(_mm512_slli_epi32(_mm512_loadu_si512(acc + i), 8), _mm512_load_si512(low_sums + i)));
 }

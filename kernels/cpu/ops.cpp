@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,9 +20,14 @@
 namespace {
 
 // Outputs that are packed together. bfloat16: [in / 2][kPanel][2], so that a 32-bit lane holds two inputs of one output,
-// which a shift and a mask widen, and which is also the form that AMX takes. int8: [in][kPanel].
+// which a shift and a mask widen. int8: [in / 4][kPanel][4], each group of inputs that share a scale filled up with zeros.
+// Both are also the forms that AMX takes.
 constexpr int64_t kPanel = 32;
 constexpr int64_t kBlock = 256;  // inputs whose part of a panel stays in the first-level cache while rows go by
+
+constexpr int64_t kPart = 512;   // int8: inputs whose products are summed up in 32 bits
+constexpr float kLargest = 32512.f;  // of a rounded input, so that its upper byte fits; kPart * kLargest * 127 < 2^31
+constexpr float kNearlyZero = 1e-30f;
 
 // One row of attention over one key/value head.
 struct AttentionRow {
@@ -55,7 +61,7 @@ namespace avx2 {
 }  // namespace avx2
 
 namespace amx {
-#define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")))
+#define TARGET __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")))
 #include "amx.h"
 #undef TARGET
 }  // namespace amx
@@ -82,7 +88,7 @@ std::vector<std::string> instruction_sets() {
   found.push_back("avx512");
   unsigned int eax = 7, ebx = 0, ecx = 0, edx = 0;
   __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
-  const bool has_tiles = (edx >> 22 & 1) && (edx >> 24 & 1);  // AMX-BF16, AMX-TILE
+  const bool has_tiles = (edx >> 22 & 1) && (edx >> 24 & 1) && (edx >> 25 & 1);  // AMX-BF16, AMX-TILE, AMX-INT8
   eax = 7, ecx = 1;
   __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
   const bool has_bf16 = eax >> 5 & 1;  // AVX512-BF16
@@ -105,26 +111,14 @@ torch::Tensor linear(
     const torch::Tensor& x, const torch::Tensor& packed, int64_t out, const std::optional<torch::Tensor>& scales,
     int64_t group, const std::optional<torch::Tensor>& bias, const std::string& isa) {
   check_rows(x);
-  const int64_t n = x.size(0), panels = (out + kPanel - 1) / kPanel;
-  TORCH_CHECK(x.dim() == 2 && packed.numel() == panels * kPanel * x.size(1), "x does not fit the weights");
+  TORCH_CHECK(x.dim() == 2, "x must be a matrix");
   TORCH_CHECK((packed.scalar_type() == torch::kInt8) == scales.has_value(), "int8 weights have scales, others none");
-  auto result = torch::empty({n, out}, x.options());
-  if (n == 0) return result;
-  const Product product(x, packed, out, data_or_null(scales), group, parse(isa));
   const float* add = data_or_null(bias);
-  float* y = result.data_ptr<float>();
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    auto scratch = product.scratch();
-    for (int64_t p = begin; p < end; ++p) {
-      const float* sums = product.panel(p, scratch);
-      const int64_t first = p * kPanel, columns = std::min(kPanel, out - first);
-      for (int64_t r = 0; r < n; ++r)
-        for (int64_t o = 0; o < columns; ++o)
-          y[r * out + first + o] = add ? sums[r * kPanel + o] + add[first + o] : sums[r * kPanel + o];
-    }
-    product.finish(scratch);
-  });
-  return result;
+  if (scales.has_value()) {
+    data_or_null(scales);
+    return product_of(Int8Product(x, packed, out, *scales, group, parse(isa)), x, out, add);
+  }
+  return product_of(Bfloat16Product(x, packed, out, parse(isa)), x, out, add);
 }
 
 // Rows that a thread should have at least: below some thousand elements, waking it costs more than it saves.
