@@ -131,8 +131,9 @@ class _Run:
         plain: list[Text] = []
         if self.k > 0:
             plain_options = {**self.options, "num_speculative_tokens": 0}
-            count = self._num_plain(len(wanted))
-            if all(text.reproducible for text in texts):
+            same = all(text.reproducible for text in texts)
+            count = self._num_plain(len(wanted), same=same)
+            if same:
                 plain = self._draw("without speculation", wanted[:count], plain_options)
                 different = different_texts(texts[: len(plain)], plain)
                 if different:
@@ -167,12 +168,17 @@ class _Run:
             seconds=self.seconds,
         )
 
-    def _num_plain(self, num_requests: int) -> int:
-        """How many requests are sent again without speculation: enough for the tests that compare two samples."""
+    def _num_plain(self, num_requests: int, *, same: bool) -> int:
+        """How many requests are sent without speculation: enough for the tests that compare two samples.
+
+        Args:
+            same: they are those that were sent with speculation, so that there are no more than ``num_requests``.
+        """
         if self.oracle.is_greedy:
             return num_requests
         for_tests = math.ceil(1.5 * MIN_COUNT * num_requests / max(1, self.judge.counts.judged))
-        return min(num_requests, max(for_tests, math.ceil(PLAIN_SHARE * num_requests)))
+        count = max(for_tests, math.ceil(PLAIN_SHARE * num_requests))
+        return min(num_requests, count) if same else count
 
     def _requests(self) -> Any:
         """Endlessly many requests; every prompt comes as often as the others, every seed once."""
