@@ -23,11 +23,17 @@ def draw(run: BenchRun, summary: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def draw_costs(facts: dict[str, Any], folder: Path) -> list[Path]:
-    """The same of what ``outrider profile --json`` prints: passes over rows, by context and by batch."""
+    """The same of what ``outrider profile --json`` prints: passes by rows, by context and by sequences.
+
+    A picture for what has one value only is left out, but for that by rows.
+    """
     pictures: dict[str, Picture] = {
         "pass-by-rows": partial(_passes, facts=facts, relative=False),
         "pass-by-rows-of-one": partial(_passes, facts=facts, relative=True),
     }
+    for axis, name in (("context", "pass-by-context"), ("num_sequences", "pass-by-sequences")):
+        if len({cost[axis] for cost in facts["passes"]}) > 1:
+            pictures[name] = partial(_passes_along, facts=facts, axis=axis)
     return _written(pictures, folder)
 
 
@@ -112,22 +118,43 @@ def _speed(axes: Any, run: BenchRun, summary: dict[str, Any]) -> None:
 
 
 def _passes(axes: Any, facts: dict[str, Any], relative: bool) -> None:
-    """A line for each batch and context."""
+    """A line for each batch and context; those over one or two numbers of rows only where there are no longer ones."""
     lines: dict[tuple[int, int], dict[int, float]] = {}
     for cost in facts["passes"]:
         line = lines.setdefault((cost["num_sequences"], cost["context"]), {})
         line[cost["rows"]] = cost["forward_ms"]["p50"]
+    longest = max((len(line) for line in lines.values()), default=0)
     for (count, context), line in lines.items():
         rows = sorted(line)
         unit = line[rows[0]] if relative else 1.0
-        if unit:
+        if unit and len(line) >= min(3, longest):
             label = f"{count} x {context} positions" if count > 1 else f"{context} positions"
             axes.plot(rows, [line[each] / unit for each in rows], marker="o", label=label)
     title = "Pass over several rows, of one over the fewest" if relative else "Forward pass"
-    axes.set(title=title, xlabel="rows of each sequence", ylabel="ratio" if relative else "ms")
+    axes.set(title=title, xlabel="rows of each sequence (k + 1)", ylabel="ratio" if relative else "ms")
     axes.set_ylim(bottom=0)
     if lines:
         axes.legend()
+
+
+def _passes_along(axes: Any, facts: dict[str, Any], axis: str) -> None:
+    """Over contexts or sequences: a line for each number of rows, and the least of the third."""
+    third = "num_sequences" if axis == "context" else "context"
+    least = min(cost[third] for cost in facts["passes"])
+    lines: dict[int, dict[int, float]] = {}
+    for cost in facts["passes"]:
+        if cost[third] == least:
+            lines.setdefault(cost["rows"], {})[cost[axis]] = cost["forward_ms"]["p50"]
+    for rows, line in sorted(lines.items()):
+        if len(line) > 1:
+            places = sorted(line)
+            label = f"{rows} rows of each" if rows > 1 else "1 row of each"
+            axes.plot(places, [line[place] for place in places], marker="o", label=label)
+    words = "positions in the cache" if axis == "context" else "sequences of a pass"
+    where = f"{least} sequence(s)" if axis == "context" else f"{least} positions each"
+    axes.set(title=f"Forward pass, {where}", xlabel=words, ylabel="ms")
+    axes.set_ylim(bottom=0)
+    axes.legend()
 
 
 PICTURES: dict[str, Callable[..., None]] = {

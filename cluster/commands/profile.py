@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cluster.commands.common import Address, Cluster, File, Json, note, router_of, running
-from outrider.core.errors import ConfigError, OutriderError
+from outrider.cluster.commands.curves import curves as split_into_curves
+from outrider.cluster.commands.curves import joined
+from outrider.core.errors import ConfigError, DeadlineExceeded, OutriderError
 
 if TYPE_CHECKING:
     from outrider.v1 import admin_pb2
@@ -38,6 +41,14 @@ def profile(
     proposals: Annotated[
         int, typer.Option("--proposals", help="Proposals to ask of drafts; 0: none.", min=0, max=1000)
     ] = 40,
+    curves: Annotated[
+        bool,
+        typer.Option(
+            "--curves",
+            help="Rows, contexts and batches each along the least of the others, not all of their combinations. "
+            "Default then: 1 to 17 rows, 128 to 4000 positions, 1 to 32 sequences.",
+        ),
+    ] = False,
     plots: Annotated[
         Path | None, typer.Option("--plots", help="Write pictures (PNG) here.", metavar="FOLDER", show_default=False)
     ] = None,
@@ -63,7 +74,8 @@ def profile(
     router = address or router_of(running(cluster, file))
     if not router:
         raise ConfigError("the cluster has no router; see `outrider status`")
-    result = _with_bar(lambda tell: asyncio.run(measure(router, request, timeout, tell)))
+    requests = split_into_curves(request) if curves else [request]
+    result = _with_bar(lambda tell: asyncio.run(_measure_all(router, requests, timeout, tell)))
     facts = as_facts(result)
     for line in facts["left_out"]:
         note(f"left out: {line}")
@@ -136,7 +148,7 @@ def as_table(facts: dict[str, Any]) -> str:
         lines.append(f"{'context':>9}" + "".join(f"{f'{each} rows':>18}" for each in rows) + f"{'overhead':>12}")
         for context in contexts:
             one = passes[context, rows[0]]["forward_ms"]["p50"]
-            cells = "".join(_cell(passes[context, each]["forward_ms"]["p50"], one) for each in rows)
+            cells = "".join(_cell(passes.get((context, each)), one) for each in rows)
             lines.append(f"{context:>9}{cells}{passes[context, rows[0]]['overhead_ms']['p50']:>12.3f}")
     for draft in facts["drafts"]:
         each, whole = draft["ms_per_token"]["p50"], draft["ms_per_proposal"]["p50"]
@@ -147,6 +159,20 @@ def as_table(facts: dict[str, Any]) -> str:
     if not facts["drafts"]:
         lines.append("no draft proposed anything")
     return "\n".join(lines)
+
+
+async def _measure_all(
+    router: str, requests: Sequence[admin_pb2.ProfileRequest], timeout: float, tell: Tell
+) -> admin_pb2.ProfileResult:
+    """One after the other, within the time for all."""
+    begun = time.monotonic()
+    results = []
+    for request in requests:
+        left = timeout - (time.monotonic() - begun)
+        if left <= 0:
+            raise DeadlineExceeded(f"{len(results)} of {len(requests)} curves were measured in {timeout:g} s")
+        results.append(await measure(router, request, left, tell))
+    return joined(results)
 
 
 async def measure(
@@ -197,7 +223,11 @@ def _numbers(option: str, text: str | None) -> Sequence[int]:
     return numbers
 
 
-def _cell(value: float, one: float) -> str:
+def _cell(cost: dict[str, Any] | None, one: float) -> str:
+    """Empty where it was not measured."""
+    if cost is None:
+        return " " * 18
+    value = cost["forward_ms"]["p50"]
     return f"{value:>10.2f} ({value / one:4.2f})" if one else f"{value:>10.2f}       "
 
 
