@@ -166,7 +166,7 @@ async def _measure_all(
 ) -> admin_pb2.ProfileResult:
     """One after the other, within the time for all."""
     begun = time.monotonic()
-    results = []
+    results: list[admin_pb2.ProfileResult] = []
     for request in requests:
         left = timeout - (time.monotonic() - begun)
         if left <= 0:
