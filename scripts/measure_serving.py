@@ -33,9 +33,9 @@ next, token_gap the same divided by the tokens that ended it (docs/benchmarks.md
 each round. Streams that reach the end of the context are followed by new ones; gaps in which those enter do not
 count."""
 OVERSUBSCRIBED = """As many requests at once as need --factor times the KV blocks of the group; then each of them alone.
-Each must end at its length, and with the same tokens. The group's own number of blocks may make that long: start
-the cluster with few of them, such as `target: {num_kv_blocks: 48}` in its settings: with the defaults here a request
-takes 12 blocks of 16 positions, and 16 of them need four times 48."""
+Each must end at its length, and with the same tokens. The group's own number of blocks may make that long: start the
+cluster with few of them, such as `target: {num_kv_blocks: 32}` in its settings. With the defaults here a request grows
+from 4 blocks of 16 positions to 8, and 16 of them need four times 32."""
 BATCH = """Tokens a second of one stream and of several, plain and with speculation, in turns on the same prompts."""
 
 
@@ -90,7 +90,7 @@ def _entering(modes: Any) -> None:
 def _oversubscribed(modes: Any) -> None:
     mode = _mode(modes, "oversubscribed", OVERSUBSCRIBED, measure_oversubscribed)
     mode.add_argument("--factor", type=above_zero, default=4.0, help="blocks wanted over blocks there (%(default)g)")
-    _number(mode, "--prompt-tokens", 128, "of each request")
+    _number(mode, "--prompt-tokens", 64, "of each request")
     _number(mode, "--max-tokens", 64, "of each answer")
     _number(mode, "--block-size", 16, "positions in a block: target.block_size of the settings")
 

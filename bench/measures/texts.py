@@ -9,7 +9,7 @@ from outrider.bench.run import tag
 from outrider.bench.workloads import load
 from outrider.client import AsyncClient
 
-SAMPLES, SAMPLE = 4, 1500  # texts, and characters of each, that tell how long tokens are
+SAMPLES, SAMPLE = 8, 600  # texts, and characters of each, that tell how long tokens are
 
 
 @dataclass(frozen=True)
