@@ -81,9 +81,9 @@ def measure(address: str) -> None:
 
     words = ("--streams", "2", "--prompt-tokens", "200", "--rounds", "1", "--quiet-messages", "4", "-k", "0")
     (arm,) = facts(script("measure_serving.py", address, "entering", *words))["arms"].values()
+    assert arm["entering_s"]["count"] == 1
+    assert arm["prompt_tokens"][0] > 100
     assert arm["before"]["message_gap_ms"]["count"] >= 2
-    assert arm["during"]["token_gap_ms"]["count"] >= 2
-    assert arm["p99_during_over_before"]["message_gap"] > 0
 
     done = script("measure_serving.py", address, "oversubscribed", "--factor", "0.05", "--max-tokens", "8")
     seen = facts(done)
