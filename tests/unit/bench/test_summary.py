@@ -132,7 +132,9 @@ def test_pictures_of_costs_are_written(tmp_path: Path) -> None:
         for rows in (5, 1)
     ]
     written = draw_costs({"passes": passes}, tmp_path)
-    assert [path.stem for path in written] == ["pass-by-rows", "pass-by-rows-of-one"]
+    by_rows = ["pass-by-rows", "pass-by-rows-of-one"]
+    assert [path.stem for path in written] == [*by_rows, "pass-by-context", "pass-by-sequences"]
+    assert [path.stem for path in draw_costs({"passes": passes[:2]}, tmp_path)] == by_rows
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write plots"):
