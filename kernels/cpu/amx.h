@@ -82,42 +82,83 @@ TARGET inline void product_panel(
     _mm512_storeu_ps(acc + i, _mm512_add_ps(_mm512_loadu_ps(acc + i), _mm512_load_ps(low_sums + i)));
 }
 
-// x [count], 16-bit numbers of at most 32512 in magnitude -> 256 * high + low.
-inline void split_int16(const int16_t* x, int64_t count, int8_t* high, int8_t* low) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int upper = (x[i] + 128) >> 8;
-    high[i] = static_cast<int8_t>(upper);
-    low[i] = static_cast<int8_t>(x[i] - 256 * upper);
+// int8 weights meet rows of three digits, which lie in tiles as three rows: so five rows take one tile, and a few cost no
+// more than one.
+
+// x [count], a multiple of 16, as whole multiples of the result: 65536 * high + 256 * middle + low. Half of that is 2^-24 of
+// the largest magnitude, so what is lost is what float32 loses at such a number. Where x holds something that is no finite
+// number, the result is a NaN.
+TARGET inline float split_int8(const float* x, int64_t count, int8_t* high, int8_t* middle, int8_t* low) {
+  constexpr float kLargest = 127.f * 65536.f, kNearlyZero = 1e-30f;
+  constexpr int32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
+  __m512i largest_bits = _mm512_setzero_si512();  // of a magnitude: in the order of the numbers
+  for (int64_t i = 0; i < count; i += 16)
+    largest_bits =
+        _mm512_max_epi32(largest_bits, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(kMagnitude)));
+  const int32_t bits = _mm512_reduce_max_epi32(largest_bits);
+  float largest;
+  std::memcpy(&largest, &bits, sizeof(largest));
+  const bool is_zero = largest < kNearlyZero, is_finite = bits < kInfinite;
+  const __m512 inverse = _mm512_set1_ps(is_zero || !is_finite ? 0.f : kLargest / largest);
+  for (int64_t i = 0; i < count; i += 16) {
+    // The digits are signed: each takes what brings the rest below into its range.
+    const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
+    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+    const __m512i top = _mm512_srai_epi32(_mm512_add_epi32(upper, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(top));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(middle + i), _mm512_cvtepi32_epi8(upper));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(value));
   }
+  if (!is_finite) return std::numeric_limits<float>::quiet_NaN();
+  return is_zero ? 0.f : largest / kLargest;
 }
 
-// One panel of int8 weights for up to kTileRows rows, tiles as above. acc [rows][kPanel]: exact.
-TARGET inline void product_panel(
-    const int8_t* weights, const int8_t* high, const int8_t* low, int64_t stride, int64_t count, int64_t rows,
-    int32_t* acc) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t k = 0; k < count; k += kTileInputsInt8) {
-    ask_ahead(weights + k * kPanel);
-    _tile_loadd(6, weights + k * kPanel, 4 * kPanel);
-    _tile_loadd(7, weights + k * kPanel + 64, 4 * kPanel);
-    _tile_loadd(4, high + k, stride);
-    _tile_loadd(5, low + k, stride);
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
+// Sums of one panel of int8 weights over `count` inputs, a multiple of kTileInputsInt8 and few enough for 32 bits: exact.
+// digits [16 * num_tiles rows at `stride`], sums [16 * num_tiles][kPanel]. All tiles have all rows.
+TARGET inline void digit_sums(
+    const int8_t* weights, const int8_t* digits, int64_t stride, int64_t count, int64_t num_tiles, int32_t* sums) {
+  for (int64_t t = 0; t < num_tiles; t += 2) {
+    const bool both = t + 1 < num_tiles;
+    const int8_t *first = digits + t * kTileRows * stride, *second = first + kTileRows * stride;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < count; k += kTileInputsInt8) {
+      if (t == 0) ask_ahead(weights + k * kPanel);
+      _tile_loadd(6, weights + k * kPanel, 4 * kPanel);
+      _tile_loadd(7, weights + k * kPanel + 64, 4 * kPanel);
+      _tile_loadd(4, first + k, stride);
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+      if (!both) continue;
+      _tile_loadd(5, second + k, stride);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+    }
+    int32_t* to = sums + t * kTileRows * kPanel;
+    _tile_stored(0, to, 4 * kPanel);
+    _tile_stored(1, to + 16, 4 * kPanel);
+    if (both) _tile_stored(2, to + kTileRows * kPanel, 4 * kPanel);
+    if (both) _tile_stored(3, to + kTileRows * kPanel + 16, 4 * kPanel);
   }
-  alignas(64) int32_t low_sums[kTileRows * kPanel];
-  _tile_stored(0, acc, 4 * kPanel);
-  _tile_stored(1, acc + 16, 4 * kPanel);
-  _tile_stored(2, low_sums, 4 * kPanel);
-  _tile_stored(3, low_sums + 16, 4 * kPanel);
-  asm volatile("" : : "r"(acc), "r"(low_sums) : "memory");
-  for (int64_t i = 0; i < rows * kPanel; i += 16)
-    _mm512_storeu_si512(
-        acc + i,
-        _mm512_add_epi32(_mm512_slli_epi32(_mm512_loadu_si512(acc + i), 8), _mm512_load_si512(low_sums + i)));
+  asm volatile("" : : "r"(sums) : "memory");
+}
+
+// acc [n][kPanel] += the numbers whose digits' sums are given, [3 * n][kPanel], times row_scales [n at `stride`] and
+// scales [kPanel].
+TARGET inline void add_scaled(
+    const int32_t* sums, const float* row_scales, int64_t stride, const float* scales, int64_t n, float* acc) {
+  for (int64_t r = 0; r < n; ++r) {
+    const __m512 row_scale = _mm512_set1_ps(row_scales[r * stride]);
+    for (int64_t o = 0; o < kPanel; o += 16) {
+      const int32_t* digits = sums + 3 * r * kPanel + o;
+      __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(digits + 2 * kPanel));
+      sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(digits + kPanel)), _mm512_set1_ps(256.f), sum);
+      sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(digits)), _mm512_set1_ps(65536.f), sum);
+      float* to = acc + r * kPanel + o;
+      const __m512 scale = _mm512_mul_ps(row_scale, _mm512_loadu_ps(scales + o));
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, scale, _mm512_loadu_ps(to)));
+    }
+  }
 }

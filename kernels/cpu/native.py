@@ -39,7 +39,7 @@ class Kernels:
     def pack(self, weights: Weights) -> PackedWeights:
         """Weights in the order in which the product reads them; they can be let go then."""
         out_features, in_features = weights.values.shape
-        data = self.module.pack(weights.values.contiguous(), weights.group_size)
+        data = self.module.pack(weights.values.contiguous(), weights.group_size, self.instruction_set)
         return PackedWeights(data, weights.scales, weights.group_size, out_features, in_features)
 
     def linear(self, x: Tensor, weights: PackedWeights, bias: Tensor | None) -> Tensor:

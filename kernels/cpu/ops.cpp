@@ -20,14 +20,10 @@
 namespace {
 
 // Outputs that are packed together. bfloat16: [in / 2][kPanel][2], so that a 32-bit lane holds two inputs of one output,
-// which a shift and a mask widen. int8: [in / 4][kPanel][4], each group of inputs that share a scale filled up with zeros.
-// Both are also the forms that AMX takes.
+// which a shift and a mask widen, and which is also the form that AMX takes. int8: [in][kPanel], and [in / 4][kPanel][4]
+// for AMX.
 constexpr int64_t kPanel = 32;
 constexpr int64_t kBlock = 256;  // inputs whose part of a panel stays in the first-level cache while rows go by
-
-constexpr int64_t kPart = 512;   // int8: inputs whose products are summed up in 32 bits
-constexpr float kLargest = 32512.f;  // of a rounded input, so that its upper byte fits; kPart * kLargest * 127 < 2^31
-constexpr float kNearlyZero = 1e-30f;
 
 // One row of attention over one key/value head.
 struct AttentionRow {
@@ -66,8 +62,6 @@ namespace amx {
 #undef TARGET
 }  // namespace amx
 
-#include "product.h"
-
 Isa parse(const std::string& name) {
   if (name == "avx2") return Isa::kAvx2;
   if (name == "avx512") return Isa::kAvx512;
@@ -75,6 +69,8 @@ Isa parse(const std::string& name) {
   TORCH_CHECK(amx::granted(), "the kernel does not let this process use AMX");
   return Isa::kAmx;
 }
+
+#include "product.h"
 
 // The instruction sets that this machine has, best last.
 std::vector<std::string> instruction_sets() {
@@ -111,14 +107,15 @@ torch::Tensor linear(
     const torch::Tensor& x, const torch::Tensor& packed, int64_t out, const std::optional<torch::Tensor>& scales,
     int64_t group, const std::optional<torch::Tensor>& bias, const std::string& isa) {
   check_rows(x);
-  TORCH_CHECK(x.dim() == 2, "x must be a matrix");
+  const int64_t n = x.size(0), panels = (out + kPanel - 1) / kPanel;
+  TORCH_CHECK(x.dim() == 2 && packed.numel() == panels * kPanel * x.size(1), "x does not fit the weights");
   TORCH_CHECK((packed.scalar_type() == torch::kInt8) == scales.has_value(), "int8 weights have scales, others none");
-  const float* add = data_or_null(bias);
-  if (scales.has_value()) {
-    data_or_null(scales);
-    return product_of(Int8Product(x, packed, out, *scales, group, parse(isa)), x, out, add);
-  }
-  return product_of(Bfloat16Product(x, packed, out, parse(isa)), x, out, add);
+  const float *scale = data_or_null(scales), *add = data_or_null(bias);
+  const Isa set = parse(isa);
+  if (n == 0) return torch::empty({n, out}, x.options());
+  if (scale && tiles_take(set, x.size(1), group))
+    return product_of(DigitProduct(x, packed, out, scale, group), x, out, add);
+  return product_of(Product(x, packed, out, scale, group, set), x, out, add);
 }
 
 // Rows that a thread should have at least: below some thousand elements, waking it costs more than it saves.

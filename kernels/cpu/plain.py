@@ -7,32 +7,11 @@ from torch import Tensor
 
 from outrider.kernels.cpu.weights import Weights
 
-PART_SIZE = 512  # inputs of a row that share a scale, or fewer where a group of weights ends
-LARGEST = 32512.0
-NEARLY_ZERO = 1e-30
-
 
 def linear(x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
     """x [n, in_features], bias [out_features] -> [n, out_features], in the type of x"""
     out = x @ weights.dense().to(x.dtype).T
     return out if bias is None else out + bias
-
-
-def round_rows(x: Tensor, group_size: int) -> Tensor:
-    """The rows as the compiled kernels read them beside int8 weights: in 65,025 steps over each part.
-
-    x [n, in_features] float32 -> the same shape. Half a step is 1/65,024 of a part's largest magnitude; int8 weights
-    are off by up to 1/254 of their group's largest.
-    """
-    groups = x.split(min(group_size, x.shape[1]), dim=1)
-    return torch.cat([_round(part) for group in groups for part in group.split(PART_SIZE, dim=1)], dim=1)
-
-
-def _round(part: Tensor) -> Tensor:
-    """part [n, count] float32"""
-    largest = part.abs().amax(dim=1, keepdim=True)
-    steps = (part * (LARGEST / largest)).round()
-    return torch.where(largest < NEARLY_ZERO, 0.0, steps * (largest / LARGEST))
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -2,25 +2,37 @@
 //
 // Row invariance: what a row gives is computed by the same operations in the same order whatever rows are beside it.
 // Every (row, output) of a product is one chain of multiply-adds over the inputs, ascending; how many chains run side by
-// side changes speed alone. With int8 weights the sums over a part of the inputs are exact, so that their order is free.
+// side changes speed alone.
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
 // R rows by V vectors of outputs, over `count` inputs of one panel; acc [R][kPanel] is read and written.
-template <int R, int V>
+template <int R, int V, bool kInt8>
 TARGET inline void product_block(
-    const uint16_t* weights, const float* x, int64_t x_stride, int64_t count, float* acc, int64_t first) {
+    const char* weights, const float* x, int64_t x_stride, int64_t count, float* acc, int64_t first) {
   vec sums[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) sums[r][v] = load(acc + r * kPanel + first + v * LANES);
-  const uint16_t* w = weights + 2 * first;
-  for (int64_t k = 0; k < count; k += 2, w += 2 * kPanel) {
-    for (int v = 0; v < V; ++v) {
-      vec even, odd;
-      widen_pairs(w + 2 * v * LANES, even, odd);
+  if constexpr (kInt8) {
+    const int8_t* w = reinterpret_cast<const int8_t*>(weights) + first;
+    for (int64_t k = 0; k < count; ++k, w += kPanel) {
+      vec wide[V];
+      for (int v = 0; v < V; ++v) wide[v] = widen_int8(w + v * LANES);
       for (int r = 0; r < R; ++r) {
-        sums[r][v] = fma(even, broadcast(x + r * x_stride + k), sums[r][v]);
-        sums[r][v] = fma(odd, broadcast(x + r * x_stride + k + 1), sums[r][v]);
+        const vec input = broadcast(x + r * x_stride + k);
+        for (int v = 0; v < V; ++v) sums[r][v] = fma(wide[v], input, sums[r][v]);
+      }
+    }
+  } else {
+    const uint16_t* w = reinterpret_cast<const uint16_t*>(weights) + 2 * first;
+    for (int64_t k = 0; k < count; k += 2, w += 2 * kPanel) {
+      for (int v = 0; v < V; ++v) {
+        vec even, odd;
+        widen_pairs(w + 2 * v * LANES, even, odd);
+        for (int r = 0; r < R; ++r) {
+          sums[r][v] = fma(even, broadcast(x + r * x_stride + k), sums[r][v]);
+          sums[r][v] = fma(odd, broadcast(x + r * x_stride + k + 1), sums[r][v]);
+        }
       }
     }
   }
@@ -28,97 +40,32 @@ TARGET inline void product_block(
     for (int v = 0; v < V; ++v) store(acc + r * kPanel + first + v * LANES, sums[r][v]);
 }
 
-// The same for int8 weights and 16-bit inputs, four of each output side by side; `count` is a multiple of 4 and small
-// enough for a sum in 32 bits, so the sums are exact. acc [R][kPanel] is written. A vector holds LANES / 2 outputs.
-template <int R, int V>
-TARGET inline void product_block(
-    const int8_t* weights, const int16_t* x, int64_t x_stride, int64_t count, int32_t* acc, int64_t first) {
-  ivec sums[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sums[r][v] = izero();
-  const int8_t* w = weights + 4 * first;
-  for (int64_t k = 0; k < count; k += 4, w += 4 * kPanel) {
-    ivec wide[V];
-    for (int v = 0; v < V; ++v) wide[v] = widen_to_int16(w + 2 * v * LANES);
-    for (int r = 0; r < R; ++r) {
-      const ivec four = broadcast_four(x + r * x_stride + k);
-      for (int v = 0; v < V; ++v) sums[r][v] = add_products(sums[r][v], wide[v], four);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) store_pair_sums(acc + r * kPanel + first + v * LANES / 2, sums[r][v]);
-}
-
-// A whole panel for R rows, as many vectors at once as the registers hold. OUTPUTS: those of one vector.
-template <int R, int OUTPUTS, typename W, typename X, typename A>
-TARGET inline void product_rows(const W* weights, const X* x, int64_t x_stride, int64_t count, A* acc) {
-  constexpr int kVectors = kPanel / OUTPUTS;
+// A whole panel for R rows, as many vectors at once as the registers hold.
+template <int R, bool kInt8>
+TARGET inline void product_rows(const char* weights, const float* x, int64_t x_stride, int64_t count, float* acc) {
+  constexpr int kVectors = kPanel / LANES;
   constexpr int kFit = (kRegisters - 4) / R;
-  constexpr int V = kFit >= kVectors ? kVectors : kFit >= 4 && kVectors >= 4 ? 4 : kFit >= 2 && kVectors >= 2 ? 2 : 1;
-  for (int v = 0; v < kVectors; v += V) product_block<R, V>(weights, x, x_stride, count, acc, v * OUTPUTS);
+  constexpr int V = kFit >= kVectors ? kVectors : kFit >= 2 && kVectors >= 2 ? 2 : 1;
+  for (int v = 0; v < kVectors; v += V) product_block<R, V, kInt8>(weights, x, x_stride, count, acc, v * LANES);
 }
 
-template <int OUTPUTS, typename W, typename X, typename A>
-TARGET inline void product_panel(
-    const W* weights, const X* x, int64_t x_stride, int64_t num_rows, int64_t count, A* acc) {
+template <bool kInt8>
+TARGET void product_panel(
+    const char* weights, const float* x, int64_t x_stride, int64_t num_rows, int64_t count, float* acc) {
   while (num_rows > 0) {
     // Two even parts rather than six rows and one: a part of one row costs as much as one of three.
     int64_t done = num_rows > 6 && num_rows < 12 ? (num_rows + 1) / 2 : num_rows < 6 ? num_rows : 6;
     switch (done) {
-      case 1: product_rows<1, OUTPUTS>(weights, x, x_stride, count, acc); break;
-      case 2: product_rows<2, OUTPUTS>(weights, x, x_stride, count, acc); break;
-      case 3: product_rows<3, OUTPUTS>(weights, x, x_stride, count, acc); break;
-      case 4: product_rows<4, OUTPUTS>(weights, x, x_stride, count, acc); break;
-      case 5: product_rows<5, OUTPUTS>(weights, x, x_stride, count, acc); break;
-      default: product_rows<6, OUTPUTS>(weights, x, x_stride, count, acc); break;
+      case 1: product_rows<1, kInt8>(weights, x, x_stride, count, acc); break;
+      case 2: product_rows<2, kInt8>(weights, x, x_stride, count, acc); break;
+      case 3: product_rows<3, kInt8>(weights, x, x_stride, count, acc); break;
+      case 4: product_rows<4, kInt8>(weights, x, x_stride, count, acc); break;
+      case 5: product_rows<5, kInt8>(weights, x, x_stride, count, acc); break;
+      default: product_rows<6, kInt8>(weights, x, x_stride, count, acc); break;
     }
     x += done * x_stride;
     acc += done * kPanel;
     num_rows -= done;
-  }
-}
-
-TARGET inline void product_bfloat16(
-    const uint16_t* weights, const float* x, int64_t x_stride, int64_t num_rows, int64_t count, float* acc) {
-  product_panel<LANES>(weights, x, x_stride, num_rows, count, acc);
-}
-
-TARGET inline void product_int8(
-    const int8_t* weights, const int16_t* x, int64_t x_stride, int64_t num_rows, int64_t count, int32_t* acc) {
-  product_panel<LANES / 2>(weights, x, x_stride, num_rows, count, acc);
-}
-
-// x [count] in whole multiples of the result, at most kLargest in magnitude: to [count]. A row with something that is no
-// finite number gives a NaN, one of nothing but (nearly) zeros gives zero; `to` is not written then.
-TARGET inline float round_to_int16(const float* x, int64_t count, int16_t* to) {
-  constexpr int32_t kInfinite = 0x7f800000;
-  int32_t largest_bits = 0;  // of a magnitude: in the order of the numbers
-  for (int64_t i = 0; i < count; ++i) {
-    int32_t bits;
-    std::memcpy(&bits, x + i, sizeof(bits));
-    largest_bits = std::max(largest_bits, bits & 0x7fffffff);
-  }
-  if (largest_bits >= kInfinite) return std::numeric_limits<float>::quiet_NaN();
-  float largest;
-  std::memcpy(&largest, &largest_bits, sizeof(largest));
-  if (largest < kNearlyZero) return 0.f;
-  const float inverse = kLargest / largest;
-  for (int64_t i = 0; i < count; ++i) {
-    const float shifted = x[i] * inverse + 12582912.f;  // 1.5 * 2^23: the last bits are the nearest integer, ties to even
-    int32_t bits;
-    std::memcpy(&bits, &shifted, sizeof(bits));
-    to[i] = static_cast<int16_t>(bits);
-  }
-  return largest / kLargest;
-}
-
-// total [n][kPanel] += sums [n][kPanel] * (x_scales[r * stride] * scales[o]); scales [kPanel]
-TARGET inline void add_scaled(
-    const int32_t* sums, const float* x_scales, int64_t stride, const float* scales, int64_t n, float* total) {
-  for (int64_t r = 0; r < n; ++r) {
-    const vec scale = set(x_scales[r * stride]);
-    for (int64_t o = r * kPanel; o < (r + 1) * kPanel; o += LANES)
-      store(total + o, fma(from_int32(sums + o), mul(scale, load(scales + o - r * kPanel)), load(total + o)));
   }
 }
 

@@ -22,22 +22,8 @@ TARGET inline vec widen_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
-using ivec = __m512i;
-TARGET inline ivec izero() { return _mm512_setzero_si512(); }
-TARGET inline vec from_int32(const int32_t* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
-TARGET inline ivec widen_to_int16(const int8_t* p) {
-  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-TARGET inline ivec broadcast_four(const int16_t* p) {
-  int64_t four;
-  std::memcpy(&four, p, sizeof(four));
-  return _mm512_set1_epi64(four);
-}
-TARGET inline ivec add_products(ivec sums, ivec a, ivec b) { return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b)); }
-// Neighbouring lanes belong to one output.
-TARGET inline void store_pair_sums(int32_t* p, ivec v) {
-  _mm256_storeu_si256(
-      reinterpret_cast<__m256i*>(p), _mm512_cvtepi64_epi32(_mm512_add_epi32(v, _mm512_srli_epi64(v, 32))));
+TARGET inline vec widen_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 // 16 pairs of bfloat16: the first and the second of each.
 TARGET inline void widen_pairs(const uint16_t* p, vec& even, vec& odd) {
@@ -73,24 +59,8 @@ TARGET inline vec widen_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(
       _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
-using ivec = __m256i;
-TARGET inline ivec izero() { return _mm256_setzero_si256(); }
-TARGET inline vec from_int32(const int32_t* p) {
-  return _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-TARGET inline ivec widen_to_int16(const int8_t* p) {
-  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-TARGET inline ivec broadcast_four(const int16_t* p) {
-  int64_t four;
-  std::memcpy(&four, p, sizeof(four));
-  return _mm256_set1_epi64x(four);
-}
-TARGET inline ivec add_products(ivec sums, ivec a, ivec b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
-TARGET inline void store_pair_sums(int32_t* p, ivec v) {
-  const __m256i both = _mm256_add_epi32(v, _mm256_srli_epi64(v, 32));
-  const __m256i even = _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(even));
+TARGET inline vec widen_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 TARGET inline void widen_pairs(const uint16_t* p, vec& even, vec& odd) {
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
