@@ -132,7 +132,8 @@ def _llama_cpp(settings: PeerSettings, path: str | None) -> Launch | str:
     name = "llama.cpp"
     if settings.draft_gguf is not None:
         name = "llama.cpp+draft"
-        words += ["-md", str(settings.draft_gguf), "--draft-max", str(settings.num_draft_tokens), "--draft-min", "1"]
+        words += ["-md", str(settings.draft_gguf), "-td", threads, "--spec-type", "draft-simple"]
+        words += ["--spec-draft-n-max", str(settings.num_draft_tokens)]
     return Launch(name, (binary, *words, "--port", "{port}", "--host", "127.0.0.1"), LLAMA_CPP, {})
 
 
