@@ -22,6 +22,7 @@ from outrider.router.archive import Archive
 from outrider.router.attachment import AttachmentSettings, TargetAttachment
 from outrider.router.draft_pool import DraftPool
 from outrider.router.drafts import DraftFacts, EvictionReason
+from outrider.router.overhead import OverheadMeter
 from outrider.router.profiler import Profiler
 from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
 from outrider.router.scheduler import Scheduler
@@ -56,6 +57,7 @@ class Group:
         target: where the target is and how it is.
         ranks: what each rank reported last.
         profiler: measures what passes and drafts cost.
+        overhead: what steps of requests cost beside the model's pass.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Group:
         self.target = TargetAttachment(registry, settings, scheduler_id=scheduler_id)
         self.ranks: tuple[RankReport, ...] = ()
         self.profiler = Profiler(self)
+        self.overhead = OverheadMeter()
         self._registry = registry
         self._tokenizer = tokenizer
         self._scheduler_settings = scheduler_settings
@@ -240,8 +243,10 @@ class Group:
             if plan is None:
                 await self._sleep_until(scheduler.next_wakeup(now), now)
                 continue
+            handed = time.monotonic()
             result = await stream.step(plan, self._settings.step_timeout_s)
             self._completed(scheduler, result)
+            self.overhead.committed(handed, time.monotonic(), result.timing)
 
     def _begin(self, epoch: int, info: GroupInfo) -> Scheduler:
         """The scheduler for a target that was just attached; running requests start over on it."""
