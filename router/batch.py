@@ -125,7 +125,7 @@ class Batcher:
             spare -= built.plan.num_proposal_tokens
             left.rows -= built.plan.num_proposal_tokens
             rows.append(built)
-        if limit_prompts is not None and (decoding or resting):
+        if limit_prompts is not None and (prompts or head is not None) and (decoding or resting):
             left.rows = min(left.rows, limit_prompts(self.budget - left.rows))
         for request in prompts:
             rows += self._prompt_rows(request, propose, left)

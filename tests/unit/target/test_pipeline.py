@@ -75,7 +75,7 @@ async def test_a_step_that_takes_too_long_fails_the_group() -> None:
     leader = ByHand()
     pipeline = Pipeline(leader, 0.01)
     pipeline.submit(plan(3))
-    with pytest.raises(GroupError, match="step 3 took longer than step_timeout_s = 0.01"):
+    with pytest.raises(GroupError, match=r"step 3 took longer than step_timeout_s = 0\.01"):
         await pipeline.next_result()
     pipeline.close()
 
