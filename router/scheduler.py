@@ -20,6 +20,7 @@ from outrider.core.plan import GroupInfo, SequenceError, SequenceResult, StepPla
 from outrider.core.proposal import Proposal, sound_part
 from outrider.router.ahead import LEAD_S, rows_ahead
 from outrider.router.batch import Batcher, LimitPrompts
+from outrider.router.books import check_books
 from outrider.router.checks import end_length
 from outrider.router.draft_book import DraftBook
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
@@ -303,17 +304,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if the books do not balance."""
-        self._batcher.check_integrity([request for request in self._flight.requests if request.ended])
-        known = [*self._batcher.waiting, *self._batcher.running]
-        if len(known) != len(self._requests) or any(
-            self._requests.find(r.new.request_id, r.choice) is not r for r in known
-        ):
-            raise AssertionError("a request is in no queue, or in two")
-        sessions = [s for draft in self._drafts.drafts.values() for s in draft.sessions.values()]
-        if any(session.request.session is not session or session.request.ended for session in sessions):
-            raise AssertionError("a draft session whose request has ended or has another one")
-        if len(sessions) != sum(request.session is not None for request in known):
-            raise AssertionError("a request whose draft session is not in the books")
+        check_books(self._requests, self._batcher, self._drafts, self._flight)
 
     @property
     def _limit_prompts(self) -> LimitPrompts | None:
