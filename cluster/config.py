@@ -112,6 +112,9 @@ class RouterConfig(_Section):
     # How many times as long a step may take for the rows of prompts that are entered beside running streams; 0 for no
     # limit. At least 16 such rows run in any case.
     max_prefill_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+    # Whether the next step may be planned while one runs, where nobody is drafted for: less time between the steps, but
+    # a request that comes in the last 10 ms of a step waits for one more.
+    plan_ahead: bool = False
     # Applied where a request names no deadline.
     default_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 

@@ -8,6 +8,8 @@ from outrider.cluster.state import ClusterState
 
 Facts = dict[str, Any]
 
+STEP_PARTS = (("beside the model's pass", "overhead_ms"), ("plan", "plan_ms"), ("verify", "verify_ms"))
+
 
 def merge_status(state: ClusterState | None, router_address: str, router: Facts) -> Facts:
     """One object. ``state`` is None for a cluster on another machine; ``router`` is the answer of its AdminService."""
@@ -39,9 +41,32 @@ def describe(facts: Facts) -> str:
             f"group {group['group_id']}: {group['state']}, epoch {group['epoch']}, {group['model']} "
             f"({group['dtype']}), {group['steps']} steps, KV blocks {used} of {group['kv_blocks_total']} in use"
         )
+        lines += _work(group)
         lines += [f"  rank {rank['rank']}: process {rank['pid']} on {rank['node']}" for rank in group["ranks"]]
     lines += [_draft(draft) for draft in facts["drafts"]]
     return "\n".join(lines)
+
+
+def _work(group: Facts) -> list[str]:
+    """What steps cost beside the model, and what was saved; nothing of what did not happen yet."""
+    lines, overhead = [], group.get("step_overhead")
+    if overhead and overhead["num_steps"]:
+        parts = ", ".join(
+            f"{words} {overhead[name]['p50']:.2f} ms (p99 {overhead[name]['p99']:.2f})" for words, name in STEP_PARTS
+        )
+        lines.append(f"  last {overhead['num_steps']} steps: {parts}")
+    counts = [
+        _share("prefix cache: {} of {} tokens found", group, "prefix_cache_hit_tokens", "prefix_cache_queried_tokens"),
+        _share("lookup: {} of {} tokens accepted", group, "lookup_accepted_tokens", "lookup_draft_tokens"),
+        f"{group['preemptions']} preemptions" if group["preemptions"] else "",
+    ]
+    if any(counts):
+        lines.append("  " + "; ".join(filter(None, counts)))
+    return lines
+
+
+def _share(words: str, group: Facts, part: str, whole: str) -> str:
+    return words.format(group[part], group[whole]) if group[whole] else ""
 
 
 def _draft(draft: Facts) -> str:

@@ -13,6 +13,7 @@ import grpc
 from outrider.core.errors_wire import errors_as_status
 from outrider.router.group import Group
 from outrider.router.live_settings import SettingsFollower
+from outrider.router.overhead import Overhead, Quantiles
 from outrider.router.profile_wire import profile_settings, profile_to_wire
 from outrider.router.profiler import Progress
 from outrider.v1 import admin_pb2, admin_pb2_grpc
@@ -102,6 +103,12 @@ def group_status(group: Group) -> admin_pb2.GroupStatus:
             kv_blocks_free=snapshot.num_free_blocks,
             steps=snapshot.num_steps,
             row_invariant=info.row_invariant,
+            step_overhead=overhead_to_wire(group.overhead.snapshot()),
+            prefix_cache_queried_tokens=snapshot.prefix_cache_queries,
+            prefix_cache_hit_tokens=snapshot.prefix_cache_hits,
+            lookup_draft_tokens=snapshot.num_lookup_tokens,
+            lookup_accepted_tokens=snapshot.num_lookup_accepted,
+            preemptions=snapshot.num_preemptions,
             ranks=[
                 admin_pb2.RankStatus(
                     rank=rank["rank"],
@@ -114,6 +121,18 @@ def group_status(group: Group) -> admin_pb2.GroupStatus:
         )
     )
     return status
+
+
+def overhead_to_wire(overhead: Overhead) -> admin_pb2.StepOverhead:
+    def quantiles(values: Quantiles) -> admin_pb2.Quantiles:
+        return admin_pb2.Quantiles(p50=values.p50, p99=values.p99)
+
+    return admin_pb2.StepOverhead(
+        num_steps=overhead.num_steps,
+        overhead_ms=quantiles(overhead.overhead_ms),
+        plan_ms=quantiles(overhead.plan_ms),
+        verify_ms=quantiles(overhead.verify_ms),
+    )
 
 
 def draft_statuses(group: Group) -> list[admin_pb2.DraftStatus]:

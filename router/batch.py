@@ -9,7 +9,7 @@ are not found again (its committed tokens are then its prompt), so the oldest on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outrider.core.block_pool import BlockPool
 from outrider.core.plan import GroupInfo
@@ -125,14 +125,28 @@ class Batcher:
             spare -= built.plan.num_proposal_tokens
             left.rows -= built.plan.num_proposal_tokens
             rows.append(built)
-        if limit_prompts is not None and (decoding or resting):
+        if limit_prompts is not None and (prompts or head is not None) and (decoding or resting):
             left.rows = min(left.rows, limit_prompts(self.budget - left.rows))
         for request in prompts:
             rows += self._prompt_rows(request, propose, left)
+        return [*rows, *self.admit(propose, left)]
+
+    def admit(self, propose: Propose, left: RowsLeft) -> list[Rows]:
+        """Let requests of the queue begin, as long as places, blocks and rows are left; returns their first rows."""
+        rows = []
         while left.rows > 0 and (head := self._admissible(left)) is not None:
             self._admit(head)
             rows += self._prompt_rows(head, propose, left)
         return rows
+
+    def hold_for(self, positions: Mapping[Request, int]) -> bool:
+        """Get running requests the blocks for so many positions each; False, and none does, if too few are free."""
+        missing = {r: max(0, self.pool.blocks_for(count) - len(r.blocks)) for r, count in positions.items()}
+        if not self.pool.can_allocate(sum(missing.values())):
+            return False
+        for request, count in missing.items():
+            request.blocks.extend(self.pool.allocate(count))
+        return True
 
     def computed(self, request: Request, num_rows: int, num_accepted: int) -> None:
         """A step computed ``num_rows`` rows of text and ``num_accepted`` proposed tokens became text.

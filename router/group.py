@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ from outrider.router.archive import Archive
 from outrider.router.attachment import AttachmentSettings, TargetAttachment
 from outrider.router.draft_pool import DraftPool
 from outrider.router.drafts import DraftFacts, EvictionReason
+from outrider.router.overhead import OverheadMeter
 from outrider.router.profiler import Profiler
 from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
 from outrider.router.scheduler import Scheduler
@@ -56,6 +58,7 @@ class Group:
         target: where the target is and how it is.
         ranks: what each rank reported last.
         profiler: measures what passes and drafts cost.
+        overhead: what steps of requests cost beside the model's pass.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Group:
         self.target = TargetAttachment(registry, settings, scheduler_id=scheduler_id)
         self.ranks: tuple[RankReport, ...] = ()
         self.profiler = Profiler(self)
+        self.overhead = OverheadMeter()
         self._registry = registry
         self._tokenizer = tokenizer
         self._scheduler_settings = scheduler_settings
@@ -81,6 +85,7 @@ class Group:
         self._archive = Archive(lambda token: tokenizer.decode([token]))
         self._generations = itertools.count(1)
         self._wake = asyncio.Event()
+        self._handed: deque[float] = deque()  # when each step in flight was handed on
 
     @property
     def info(self) -> GroupInfo | None:
@@ -228,20 +233,34 @@ class Group:
         stream.when_over(self._wake.set)
         self.target.state = "ready"
         log.info("attached to %s at %s, epoch %d: %s", info.group_id, stream.address, stream.epoch, info.model)
+        self._handed.clear()
         while True:
             self._wake.clear()
             stream.check()
+            if not scheduler.num_in_flight:
+                if await self.profiler.turn(scheduler, stream, self._settings.step_timeout_s):
+                    continue
+                self._advance(scheduler, stream, [])
             now = time.monotonic()
-            self._deliver(scheduler.expire(now))
-            if await self.profiler.turn(scheduler, stream, self._settings.step_timeout_s):
-                continue
-            plan = scheduler.schedule(now)
-            self._send_to_drafts()
-            if plan is None:
+            if not scheduler.num_in_flight:
                 await self._sleep_until(scheduler.next_wakeup(now), now)
                 continue
-            result = await stream.step(plan, self._settings.step_timeout_s)
-            self._completed(scheduler, result)
+            due = scheduler.ahead_at()
+            result = await stream.receive(due - now if due is not None and due > now else None)
+            committed = self._completed(scheduler, result) if result is not None else []
+            self._advance(scheduler, stream, committed)
+
+    def _advance(self, scheduler: Scheduler, stream: TargetStream, committed: list[Committed]) -> None:
+        """Hand on the plans whose time has come, then deliver what was committed: the group is not to wait for that."""
+        try:
+            now = time.monotonic()
+            committed += scheduler.expire(now)
+            while (plan := scheduler.schedule(now)) is not None:
+                self._handed.append(time.monotonic())
+                stream.send(plan, self._settings.step_timeout_s)
+        finally:
+            self._deliver(committed)
+            self._send_to_drafts()
 
     def _begin(self, epoch: int, info: GroupInfo) -> Scheduler:
         """The scheduler for a target that was just attached; running requests start over on it."""
@@ -258,17 +277,17 @@ class Group:
             self._drafts.epoch = epoch
         return self._scheduler
 
-    def _completed(self, scheduler: Scheduler, result: StepResult) -> None:
+    def _completed(self, scheduler: Scheduler, result: StepResult) -> list[Committed]:
         try:
             committed = scheduler.complete(result, time.monotonic())
         except GroupError as error:
             # Attaching again voids what the group holds, and with it the contradiction.
             raise Unavailable(f"attaching again: {error}") from error
-        self._deliver(committed)
-        self._send_to_drafts()
+        self.overhead.committed(self._handed.popleft(), time.monotonic(), result.timing)
         self.ranks = result.ranks
         if log.isEnabledFor(logging.DEBUG):
             log.debug("epoch %d step %d: %s", result.epoch, result.step, result.timing)
+        return committed
 
     async def _sleep_until(self, wakeup: float | None, now: float) -> None:
         delay = None if wakeup is None else max(0.0, wakeup - now)

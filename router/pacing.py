@@ -21,7 +21,7 @@ from outrider.router.policy import (
     tokens_without_waiting,
 )
 from outrider.router.requests import Request
-from outrider.router.step_cost import StepCosts, most_prompt_rows, observed
+from outrider.router.step_cost import StepCosts, most_prompt_rows, observed, seconds_of, typical
 from outrider.router.step_rows import Rows
 
 
@@ -51,6 +51,13 @@ class Pacer:
             self.step_s = averaged(self.step_s, seconds)
         num_rows, has_prompt = sum(len(part.plan.tokens) for part in parts), any(p.num_text_rows > 1 for p in parts)
         self._costs = observed(self._costs, num_rows, seconds, has_prompt=has_prompt)
+
+    def expected_s(self, parts: Collection[Rows]) -> float | None:
+        """How long a step with these rows takes; None where nothing like it is known."""
+        if not any(part.num_text_rows > 1 for part in parts):
+            return self.step_s
+        line = typical(self._costs)
+        return seconds_of(line, sum(len(part.plan.tokens) for part in parts)) if line else None
 
     def group_changed(self) -> None:
         """What was learned of the rows of steps is not true of another group."""

@@ -13,16 +13,19 @@ Plain synchronous code; time is an argument. A driver calls it like this::
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from outrider.core.block_pool import BlockPool
 from outrider.core.plan import GroupInfo, SequenceError, SequenceResult, StepPlan, StepResult
 from outrider.core.proposal import Proposal, sound_part
-from outrider.router.batch import Batcher
-from outrider.router.checks import check_result, end_length
+from outrider.router.ahead import LEAD_S, rows_ahead
+from outrider.router.batch import Batcher, LimitPrompts
+from outrider.router.books import check_books
+from outrider.router.checks import end_length
 from outrider.router.draft_book import DraftBook
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
 from outrider.router.families import RequestBook, new_family
+from outrider.router.flight import Flight
 from outrider.router.hearing import heard, learn, usable
 from outrider.router.pacing import Pacer
 from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest, NoStops, Request
@@ -38,17 +41,8 @@ def no_stops(request: NewRequest) -> Cutter:
     return NoStops()
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The step in flight."""
-
-    plan: StepPlan
-    rows: dict[int, Rows] = field(repr=False)  # by sequence
-    started: float = 0.0
-
-
 class Scheduler:
-    """Schedules the requests of one target group, at most one step in flight."""
+    """Schedules the requests of one target group: one step that runs, and at most one planned ahead behind it."""
 
     def __init__(
         self,
@@ -65,7 +59,7 @@ class Scheduler:
         self._requests = RequestBook()
         self._batcher = Batcher(info, settings.max_num_seqs, enable_prefix_caching=settings.enable_prefix_caching)
         self._drafts = DraftBook()
-        self._in_flight: _Step | None = None
+        self._flight = Flight()
         self._num_steps = 0
         self._pacer = Pacer()
         self._held_until: float | None = None
@@ -106,46 +100,65 @@ class Scheduler:
         return [self._end(request, FinishReason.DEADLINE, error_message="the deadline has passed") for request in late]
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None: one is in flight, nothing is to do, or a short wait pays (``next_wakeup``)."""
+        """The next step, or None: nothing is to do, or not yet (``next_wakeup``).
+
+        While a step is in flight that is the one after it, where it can be planned ahead and its time has come.
+        """
         self._held_until = None
-        if self._in_flight is not None or not self._requests:
+        if not self._requests:
             return None
+        if len(self._flight):
+            due = self.ahead_at()
+            if due is None or now < due:
+                return None
+            (step,) = self._flight
+            rows = rows_ahead(self._batcher, step, self._limit_prompts)
+            return self._planned(rows, now, after_step=step.plan.step) if rows else None
         others = 1 if self._batcher.can_admit() else 0
         self._held_until = self._pacer.hold_until(self._batcher.running, others, self._drafts, now)
         if self._held_until is not None:
             return None
         resting = self._pacer.sitting_out(self._batcher.running, self._drafts, now)
-        limit = self._most_prompt_rows if self.settings.max_prefill_slowdown else None
-        rows = self._batcher.build(heard, resting, limit)
+        return self._planned(self._batcher.build(heard, resting, self._limit_prompts), now)
+
+    def _planned(self, rows: list[Rows], now: float, after_step: int | None = None) -> StepPlan:
         self._num_steps += 1
         plan = StepPlan(
             epoch=self.epoch,
             step=self._num_steps,
             sequences=tuple(part.plan for part in rows),
             released=self._batcher.take_released(),
+            after_step=after_step,
         )
-        self._in_flight = _Step(plan, {part.plan.seq_id: part for part in rows}, now)
+        self._flight.add(plan, rows, now)
         self._drafts.assign(self._batcher.running, now)
         return plan
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call ``expire`` and ``schedule`` again if nothing happens before; None: not at all."""
         times = [r.new.deadline for r in self._requests if r.new.deadline is not None]
-        if self._in_flight is None and self._requests:
+        if not len(self._flight) and self._requests:
             times.append(now if self._held_until is None else self._held_until)
+        elif (due := self.ahead_at()) is not None and due > now:
+            times.append(due)
         return min(times, default=None)
+
+    def ahead_at(self) -> float | None:
+        """When the step after the one that runs may be planned, if it can be; None: only when that one is over."""
+        if not self.settings.plan_ahead or len(self._flight) != 1:
+            return None
+        (step,) = self._flight
+        expected_s = self._pacer.expected_s(step.rows.values())
+        return None if expected_s is None else step.started + max(0.0, expected_s - LEAD_S)
 
     def complete(self, result: StepResult, now: float) -> list[Committed]:
         """Take in a step's outcome. An outcome of another epoch or step is dropped.
 
         Raises ``GroupError`` and changes nothing if the outcome contradicts the plan: the group must be rebuilt.
         """
-        step = self._in_flight
-        if step is None or result.epoch != self.epoch or result.step != step.plan.step:
+        step = self._flight.land(result, self.info.vocab_size, now)
+        if step is None:
             return []
-        samplings = {seq_id: part.request.new.sampling for seq_id, part in step.rows.items()}
-        check_result(step.plan, result, samplings, self.info.vocab_size)
-        self._in_flight = None
         self._pacer.ready_since = now
         self._pacer.step_took(step.rows.values(), now - step.started)
         committed = []
@@ -153,7 +166,10 @@ class Scheduler:
             part = step.rows[outcome.seq_id]
             request = part.request
             if request.ended:
-                self._batcher.release(request)
+                if not self._flight.carries(request):
+                    self._batcher.release(request)
+            elif outcome.error is SequenceError.UNDECIDED:
+                continue  # it runs again from where it is
             elif outcome.error not in (None, SequenceError.NOT_READY):
                 committed.append(self._end(request, FinishReason.ERROR, error_message=outcome.error_message))
             else:
@@ -173,9 +189,8 @@ class Scheduler:
         Returns the ends of requests that the group does not survive, and of those that it cannot hold (normally none).
         """
         self.epoch, self.info = epoch, info
-        step, self._in_flight = self._in_flight, None
-        parts = step.rows.values() if step is not None else ()
-        guilty = group_failed([part.request for part in parts if not part.request.ended])
+        guilty = group_failed([request for request in self._flight.requests if not request.ended])
+        self._flight.clear()
         self._pacer.group_changed()
         self._batcher.reset(info, self.settings.max_num_seqs)
         room = min(info.max_model_len, self._batcher.num_pool_positions + 1)
@@ -238,7 +253,7 @@ class Scheduler:
 
     def _offer(self, request: Request, proposal: Proposal, draft_id: str, now: float) -> str | None:
         if request.session is not None and request.session.draft_id == draft_id:
-            self._drafts.arrived(request.session, proposal.base_len, self._is_in_flight(request), now)
+            self._drafts.arrived(request.session, proposal.base_len, self._flight.carries(request), now)
         proposal = sound_part(proposal, self.info.vocab_size)
         reason = refusal(proposal, request.text, self.info.vocab_size)
         if reason is None and (request.num_speculative_tokens == 0 or not request.throttle.is_on):
@@ -253,7 +268,12 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request is there and no step in flight."""
-        return not self._requests and self._in_flight is None
+        return not self._requests and not len(self._flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were planned and have no result yet."""
+        return len(self._flight)
 
     @property
     def pool(self) -> BlockPool:
@@ -284,24 +304,12 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if the books do not balance."""
-        rows = self._in_flight.rows.values() if self._in_flight is not None else ()
-        self._batcher.check_integrity([part.request for part in rows if part.request.ended])
-        known = [*self._batcher.waiting, *self._batcher.running]
-        if len(known) != len(self._requests) or any(
-            self._requests.find(r.new.request_id, r.choice) is not r for r in known
-        ):
-            raise AssertionError("a request is in no queue, or in two")
-        sessions = [s for draft in self._drafts.drafts.values() for s in draft.sessions.values()]
-        if any(session.request.session is not session or session.request.ended for session in sessions):
-            raise AssertionError("a draft session whose request has ended or has another one")
-        if len(sessions) != sum(request.session is not None for request in known):
-            raise AssertionError("a request whose draft session is not in the books")
+        check_books(self._requests, self._batcher, self._drafts, self._flight)
 
-    def _most_prompt_rows(self, num_decoding: int) -> int:
-        return self._pacer.most_prompt_rows(num_decoding, self.settings.max_prefill_slowdown)
-
-    def _is_in_flight(self, request: Request) -> bool:
-        return self._in_flight is not None and request.seq_id in self._in_flight.rows
+    @property
+    def _limit_prompts(self) -> LimitPrompts | None:
+        slowdown = self.settings.max_prefill_slowdown
+        return (lambda num_decoding: self._pacer.most_prompt_rows(num_decoding, slowdown)) if slowdown else None
 
     def _commit(self, part: Rows, outcome: SequenceResult, now: float) -> Committed:
         """Make a round's tokens permanent, up to where the text ends."""
@@ -350,7 +358,7 @@ class Scheduler:
         self._batcher.remove(request)
         self._drafts.close(request)
         request.ended = True
-        if not self._is_in_flight(request):
+        if not self._flight.carries(request):
             self._batcher.release(request)
         finish = finished(request, reason, self.info.row_invariant, ending, error_message)
         new = request.new

@@ -19,6 +19,7 @@ class SchedulerSettings:
         enable_prefix_caching: whether a request takes over what others computed of its text; as it is at the start.
         max_prefill_slowdown: how many times as long a step with rows of prompts may take, where others decode, as one
             without; 0 for no limit.
+        plan_ahead: whether a step may be planned while the one before it runs (``ahead.py``).
     """
 
     max_queue: int = 256
@@ -27,6 +28,7 @@ class SchedulerSettings:
     lookup_lengths: tuple[int, int] | None = None
     enable_prefix_caching: bool = True
     max_prefill_slowdown: float = 2.0
+    plan_ahead: bool = False
 
 
 def scheduler_settings(config: ClusterConfig, num_speculative_tokens: int) -> SchedulerSettings:
@@ -38,4 +40,5 @@ def scheduler_settings(config: ClusterConfig, num_speculative_tokens: int) -> Sc
         lookup_lengths=config.speculation.lookup_lengths,
         enable_prefix_caching=config.router.enable_prefix_caching,
         max_prefill_slowdown=config.router.max_prefill_slowdown,
+        plan_ahead=config.router.plan_ahead,
     )

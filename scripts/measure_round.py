@@ -1,6 +1,7 @@
 """What a round costs beside the target's own time: a router before a stand-in target, each in a process of its own.
 
     python scripts/measure_round.py [--tokens 1000] [--streams 256] [--stream-tokens 64] [--latency-ms 20] [--draft]
+        [--plan-ahead]
 
 Two loads in one run, and around them a bare bidirectional gRPC echo between the same machine's processes:
 
@@ -103,12 +104,14 @@ def serve_process(pipe: Connection, folder: Path, redis_url: str, args: argparse
 
 
 @contextlib.contextmanager
-def router(folder: Path, redis_url: str, streams: int) -> Iterator[subprocess.Popen[bytes]]:
+def router(folder: Path, redis_url: str, args: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
     """A router's process."""
-    limits = {"max_num_seqs": max(64, streams), "max_queue": max(256, streams)}
+    limits = {"max_num_seqs": max(64, args.streams), "max_queue": max(256, args.streams)}
     target = {"model": str(folder), "max_num_seqs": limits["max_num_seqs"]}
     (folder / "cluster.yaml").write_text(
-        json.dumps({"cluster": CLUSTER, "target": target, "router": {"port": 0, **limits}})
+        json.dumps(
+            {"cluster": CLUSTER, "target": target, "router": {"port": 0, "plan_ahead": args.plan_ahead, **limits}}
+        )
     )
     words = ["-f", str(folder / "cluster.yaml"), "--redis", redis_url, "--log-level", "ERROR"]
     process = subprocess.Popen([sys.executable, "-P", "-m", "outrider.router", *words])
@@ -222,6 +225,7 @@ def main() -> None:
     parser.add_argument("--stream-tokens", type=int, default=64, help="of each of them")
     parser.add_argument("--latency-ms", type=float, default=20.0, help="of the target's steps for them")
     parser.add_argument("--draft", action="store_true", help="with a stand-in draft in the target's process")
+    parser.add_argument("--plan-ahead", action="store_true", help="plan the next step while one runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = write_toy_model(Path(name) / "toy")
@@ -235,7 +239,7 @@ def main() -> None:
             if not ours.poll(READY_S):
                 sys.exit("error: the target's process did not start")
             port = ours.recv()
-            with router(folder, redis.url, args.streams) as process:
+            with router(folder, redis.url, args) as process:
                 print(json.dumps(asyncio.run(measure(redis.url, ours, port, process.pid, args))))
         finally:
             other.terminate()

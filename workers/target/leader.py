@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from outrider.core.ahead import resolve, undecided
 from outrider.core.errors import GroupError
-from outrider.core.plan import StepPlan, StepResult, StepTiming
+from outrider.core.plan import SequenceResult, StepPlan, StepResult, StepTiming
 from outrider.grammar import Matcher
 from outrider.workers.matchers import MatcherMaker
 from outrider.workers.target.channel import ChannelClosed, PlanChannel
@@ -52,6 +53,8 @@ class Leader:
         self._channel = channel
         self._matcher_maker = matcher_maker
         self._matchers: dict[int, Future[Matcher]] = {}  # of the sequences that have a grammar, by id
+        self._last: tuple[StepPlan, tuple[SequenceResult, ...]] | None = None  # for plans that were made ahead
+        self._idle_since = 0.0  # time.perf_counter() when the step before was decided
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._pending: set[Future[StepResult | None]] = set()
         self._lock = threading.Lock()
@@ -157,11 +160,14 @@ class Leader:
         if job.kind is MessageKind.RESET:
             self._step.table.clear()
             self._matchers.clear()
+            self._last = None
         if self._channel is not None and self.failure is None:
             self._channel.send(encode(Message(job.kind)))
         return None
 
-    def _execute(self, plan: StepPlan, received: float, matchers: Mapping[int, Future[Matcher]]) -> StepResult:
+    def _execute(self, wanted: StepPlan, received: float, matchers: Mapping[int, Future[Matcher]]) -> StepResult:
+        received = max(received, self._idle_since)  # a plan that was made ahead waited for its turn
+        plan = self._resolve(wanted)
         admission = self._step.admit(plan)
         self._keep_matchers(admission, matchers)
         if self._channel is not None:
@@ -172,7 +178,12 @@ class Leader:
         exchanged = self._step.exchange(admission, computed)
         check_reports(exchanged.reports)
         sequences = decide(plan, admission, exchanged, self._matchers, self._patience_s(admission))
-        decided = time.perf_counter()
+        self._last = (plan, sequences)
+        if plan is not wanted:
+            dropped = undecided(wanted, plan)
+            decided_ones = iter(sequences)
+            sequences = tuple(dropped.get(s.seq_id) or next(decided_ones) for s in wanted.sequences)
+        self._idle_since = decided = time.perf_counter()
         self.steps += 1
         return StepResult(
             epoch=plan.epoch,
@@ -186,6 +197,14 @@ class Leader:
                 verify_ms=1e3 * (decided - forwarded),
             ),
         )
+
+    def _resolve(self, plan: StepPlan) -> StepPlan:
+        """The plan as every rank is to see it: with absolute positions."""
+        if plan.after_step is None:
+            return plan
+        if self._last is None:
+            raise GroupError(f"step {plan.step} was planned after step {plan.after_step}, but none ran before it")
+        return resolve(plan, *self._last)
 
     def _keep_matchers(self, admission: Admission, started: Mapping[int, Future[Matcher]]) -> None:
         """Take over what was started for sequences that were admitted, and forget those that the table forgot."""

@@ -28,6 +28,7 @@ from outrider.core.plan import GroupInfo, PlanKind, StepPlan
 from outrider.core.wire import group_info_to_wire, plan_from_wire, result_to_wire
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.workers.target.leader import Leader
+from outrider.workers.target.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             if first is None:
                 return
             epoch = await self._attach(first, context, ending)
-            while (request := await self._read(context, ending)) is not None:
-                await self._step(self._plan_of(request, epoch), epoch, context, ending)
+            await self._run_plans(epoch, context, ending)
         except _Ended as ended:
             if ended.code is grpc.StatusCode.UNAVAILABLE and self._owner is ending:
                 failure = target_pb2.GroupFailure(message=ended.message)
@@ -109,7 +109,41 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         log.info("scheduler %r attached, epoch %d", request.attach.scheduler_id, epoch)
         return epoch
 
-    def _plan_of(self, request: target_pb2.StepsRequest, epoch: int) -> StepPlan:
+    async def _run_plans(self, epoch: int, context: Context, ending: asyncio.Future[_Ended]) -> None:
+        """Answer each plan with its result, until the stream is over or has to end."""
+        pipeline = Pipeline(self._leader, self._step_timeout_s)
+        ending.add_done_callback(lambda done: pipeline.interrupt(done.result()))
+        reader = asyncio.ensure_future(self._read_plans(epoch, context, ending, pipeline))
+        try:
+            while (result := await pipeline.next_result()) is not None:
+                await context.write(target_pb2.StepsResponse(header=self._header(), result=result_to_wire(result)))
+        except GroupError as error:
+            raise _Ended(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        finally:
+            pipeline.close()
+            reader.cancel()
+
+    async def _read_plans(
+        self, epoch: int, context: Context, ending: asyncio.Future[_Ended], pipeline: Pipeline
+    ) -> None:
+        before: int | None = None
+        try:
+            while True:
+                await pipeline.room()
+                request = await context.read()
+                # First: a plan that an older stream sent in this very moment must not run after the new one's reset.
+                if ending.done() or not isinstance(request, target_pb2.StepsRequest):
+                    break
+                plan = self._plan_of(request, epoch, before)
+                before = plan.step
+                pipeline.submit(plan)
+        except Exception as error:  # noqa: BLE001 - raised again once the results before it were written
+            pipeline.finish(error)
+        else:
+            pipeline.finish()
+
+    def _plan_of(self, request: target_pb2.StepsRequest, epoch: int, before: int | None) -> StepPlan:
+        """The plan in a message; ``before`` is the step before it on the stream."""
         if request.header.epoch != epoch:
             raise _Ended(grpc.StatusCode.FAILED_PRECONDITION, self._stale(request.header.epoch))
         if request.WhichOneof("body") != "plan":
@@ -121,13 +155,11 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         unsupported = unsupported_feature(plan)
         if unsupported is not None:
             raise _Ended(grpc.StatusCode.UNIMPLEMENTED, f"plan {plan.step}: {unsupported}")
+        if plan.after_step is not None and plan.after_step != before:
+            which = "the first one of its stream" if before is None else f"sent after plan {before}"
+            message = f"plan {plan.step}: after_step is {plan.after_step}, but the plan was {which}"
+            raise _Ended(grpc.StatusCode.INVALID_ARGUMENT, message)
         return plan
-
-    async def _step(self, plan: StepPlan, epoch: int, context: Context, ending: asyncio.Future[_Ended]) -> None:
-        result = await self._result(self._leader.submit(plan), ending, f"step {plan.step}")
-        if result is None:
-            raise GroupError(f"step {plan.step} has no result")
-        await context.write(target_pb2.StepsResponse(header=self._header(), result=result_to_wire(result)))
 
     async def _result(self, future: Future[T], ending: asyncio.Future[_Ended], what: str) -> T:
         """What the step thread answers. A thread that takes too long fails the group."""
@@ -170,8 +202,6 @@ def unsupported_feature(plan: StepPlan) -> str | None:
     """What a plan asks for as a whole that this group does not do. Trees are refused for each sequence (state.py)."""
     if plan.kind is not PlanKind.VERIFY or plan.draft_layers:
         return "plans of kind draft are not supported by this group; send kind verify without draft_layers"
-    if plan.after_step is not None:
-        return "after_step is not supported by this group; send a plan once the result before it is known"
     if plan.feature_layers:
         return "feature_layers are not supported by this group; leave them empty"
     return None

@@ -25,12 +25,13 @@ class PlanKind(enum.IntEnum):
 
 
 class SequenceError(enum.IntEnum):
-    """Why a sequence commits nothing in a step. All but NOT_READY are final: the same plan would fail again."""
+    """Why a sequence commits nothing in a step. All but the last two are final: the same plan would fail again."""
 
     INVALID_LOGITS = 1
     INVALID_PLAN = 2
     NOTHING_ALLOWED = 3
     NOT_READY = 4  # its grammar is still being compiled; the rows ran: plan the last text token again
+    UNDECIDED = 5  # the plan was made ahead, and the step before left the sequence with an error: nothing ran
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One forward pass of the group. Fields as in ``target.proto``."""
+    """One forward pass of the group. Fields as in ``target.proto``; for ``after_step`` see ``core/ahead.py``."""
 
     epoch: int
     step: int

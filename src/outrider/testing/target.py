@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from outrider.controls import needs_text, sampling_fault
+from outrider.core.ahead import resolve, undecided
 from outrider.core.plan import (
     GroupInfo,
     RankReport,
@@ -57,6 +58,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
         sent_rows: q rows that arrived.
         num_scored: prompt tokens that were scored.
         num_shared: positions that sequences took over from others' blocks.
+        num_planned_ahead: steps that were planned while the one before them ran.
     """
 
     model: ToyModel
@@ -80,10 +82,12 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
     sent_rows: int = 0
     num_scored: int = 0
     num_shared: int = 0
+    num_planned_ahead: int = 0
 
     def __post_init__(self) -> None:
         self._slots: dict[int, list[int]] = {}  # block -> the tokens whose keys and values it holds
         self._sequences: dict[int, _Sequence] = {}
+        self._last: tuple[StepPlan, tuple[SequenceResult, ...]] | None = None  # for plans that were made ahead
         self._fail_with: str | None = None
         self._paused = asyncio.Event()
         self._paused.set()
@@ -144,6 +148,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
             if request.WhichOneof("body") == "attach":
                 self._sequences.clear()
                 self._slots.clear()
+                self._last = None
                 self.num_attached += 1
                 yield target_pb2.StepsResponse(header=header, attached=group_info_to_wire(self.info()))
                 continue
@@ -158,7 +163,9 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step."""
+        wanted, plan = plan, resolve(plan, *self._last) if self._last is not None else plan
         self.num_steps += 1
+        self.num_planned_ahead += wanted.after_step is not None
         self.batch_sizes.append(len(plan.sequences))
         for seq_id in plan.released:
             if self._sequences.pop(seq_id, None) is None:
@@ -170,6 +177,9 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
         if fault is not None:
             self.faults.append(f"step {plan.step}: {fault}")
         checksum = committed_checksum((sequence.seq_id, sequence.kv_len) for sequence in plan.sequences)
+        self._last = (plan, results)
+        dropped, ran = undecided(wanted, plan), iter(results)
+        results = tuple(dropped.get(sequence.seq_id) or next(ran) for sequence in wanted.sequences)
         return StepResult(self.epoch, plan.step, results, (RankReport(0, len(self._sequences), checksum),))
 
     def _run_sequence(self, step: int, plan: SequencePlan) -> SequenceResult:

@@ -93,6 +93,12 @@ class GroupStatus(_message.Message):
     KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     ROW_INVARIANT_FIELD_NUMBER: _builtins.int
+    STEP_OVERHEAD_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOKUP_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOKUP_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     epoch: _builtins.int
     state: _builtins.str
@@ -104,8 +110,18 @@ class GroupStatus(_message.Message):
     kv_blocks_free: _builtins.int
     steps: _builtins.int
     row_invariant: _builtins.bool
+    prefix_cache_queried_tokens: _builtins.int
+    """Tokens of texts that were looked up in the prefix cache, and those of them that were found there."""
+    prefix_cache_hit_tokens: _builtins.int
+    lookup_draft_tokens: _builtins.int
+    """Tokens of n-gram lookup that were verified, and those of them that became text."""
+    lookup_accepted_tokens: _builtins.int
+    preemptions: _builtins.int
+    """Times that a request gave up its place in the cache for others."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
+    @_builtins.property
+    def step_overhead(self) -> Global___StepOverhead: ...
     def __init__(
         self,
         *,
@@ -121,14 +137,83 @@ class GroupStatus(_message.Message):
         kv_blocks_free: _builtins.int = ...,
         steps: _builtins.int = ...,
         row_invariant: _builtins.bool = ...,
+        step_overhead: Global___StepOverhead | None = ...,
+        prefix_cache_queried_tokens: _builtins.int = ...,
+        prefix_cache_hit_tokens: _builtins.int = ...,
+        lookup_draft_tokens: _builtins.int = ...,
+        lookup_accepted_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_overhead", b"step_overhead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "leader_address", b"leader_address", "model", b"model", "ranks", b"ranks", "row_invariant", b"row_invariant", "state", b"state", "steps", b"steps", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "leader_address", b"leader_address", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_draft_tokens", b"lookup_draft_tokens", "model", b"model", "preemptions", b"preemptions", "prefix_cache_hit_tokens", b"prefix_cache_hit_tokens", "prefix_cache_queried_tokens", b"prefix_cache_queried_tokens", "ranks", b"ranks", "row_invariant", b"row_invariant", "state", b"state", "step_overhead", b"step_overhead", "steps", b"steps", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class StepOverhead(_message.Message):
+    """What the latest steps cost beside the model's pass, by the router's clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    OVERHEAD_MS_FIELD_NUMBER: _builtins.int
+    PLAN_MS_FIELD_NUMBER: _builtins.int
+    VERIFY_MS_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    @_builtins.property
+    def overhead_ms(self) -> Global___Quantiles:
+        """From handing the plan to the stream, or from the commit of the step before if that is later, to the commit, less the
+        leader's forward pass.
+        """
+
+    @_builtins.property
+    def plan_ms(self) -> Global___Quantiles:
+        """Parts of it that are the leader's: handing on the plan, and deciding."""
+
+    @_builtins.property
+    def verify_ms(self) -> Global___Quantiles: ...
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+        overhead_ms: Global___Quantiles | None = ...,
+        plan_ms: Global___Quantiles | None = ...,
+        verify_ms: Global___Quantiles | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overhead_ms", b"overhead_ms", "plan_ms", b"plan_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "overhead_ms", b"overhead_ms", "plan_ms", b"plan_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepOverhead: _TypeAlias = StepOverhead  # noqa: Y015
+
+@_typing.final
+class Quantiles(_message.Message):
+    """Milliseconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P50_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    p50: _builtins.float
+    p99: _builtins.float
+    def __init__(
+        self,
+        *,
+        p50: _builtins.float = ...,
+        p99: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantiles: _TypeAlias = Quantiles  # noqa: Y015
 
 @_typing.final
 class RankStatus(_message.Message):

@@ -58,6 +58,8 @@ class _SequenceErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Seq
     """The sequence's grammar is still being compiled. The rows ran and scored_tokens are answered, but nothing was decided: plan
     the last text token and the proposal again.
     """
+    SEQUENCE_ERROR_CODE_UNDECIDED: _SequenceErrorCode.ValueType  # 5
+    """The plan was made after_step, and that step left the sequence with an error: it did not run."""
 
 class SequenceErrorCode(_SequenceErrorCode, metaclass=_SequenceErrorCodeEnumTypeWrapper): ...
 
@@ -72,6 +74,8 @@ SEQUENCE_ERROR_CODE_NOT_READY: SequenceErrorCode.ValueType  # 4
 """The sequence's grammar is still being compiled. The rows ran and scored_tokens are answered, but nothing was decided: plan
 the last text token and the proposal again.
 """
+SEQUENCE_ERROR_CODE_UNDECIDED: SequenceErrorCode.ValueType  # 5
+"""The plan was made after_step, and that step left the sequence with an error: it did not run."""
 Global___SequenceErrorCode: _TypeAlias = SequenceErrorCode  # noqa: Y015
 
 @_typing.final
@@ -234,8 +238,10 @@ class StepPlan(_message.Message):
     step: _builtins.int
     kind: Global___PlanKind.ValueType
     after_step: _builtins.int
-    """Set where the plan was made before the result of that step was known: kv_len of its sequences is then relative to what
-    that step commits.
+    """Set where the plan was made before the result of that step, the one before it on the stream, was known. Of a sequence that
+    this step carries too, kv_len is then relative to what the step commits: it counts from the positions that are valid once
+    the step is done. Where the step commits tokens for it, the last of them comes before tokens, which may be empty; logits_rows
+    count it. Other sequences are planned as ever.
     """
     @_builtins.property
     def draft_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.core import wire
+from outrider.core.ahead import resolve
 from outrider.core.plan import GroupInfo, RankReport, SequenceResult, StepPlan, StepResult
 from outrider.core.prefix import hash_tokens
 from outrider.core.proposal import Proposal, SparseRow
@@ -35,14 +36,18 @@ def new_table() -> SequenceTable:
 class Traffic:
     """Random requests, proposals, aborts and rebuilds; the group accepts at random."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, ahead: bool = False) -> None:
         self.random = random.Random(seed)
-        self.scheduler = Scheduler(INFO, SchedulerSettings(), epoch=1)
+        self.scheduler = Scheduler(INFO, SchedulerSettings(plan_ahead=ahead), epoch=1)
+        self.results: list[StepResult] = []  # of steps in flight
+        self.last: tuple[StepPlan, tuple[SequenceResult, ...]] | None = None
         self.table = new_table()
         self.texts: dict[int, list[int]] = {}
         self.asked: dict[int, int] = {}
         self.num_plans = self.num_refused = self.num_verified = self.num_rejected = self.num_ended = 0
-        self.scheduler.draft_joined(DraftFacts("d", "model", 60, 8), 0.0)
+        self.num_ahead = 0
+        if not ahead:
+            self.scheduler.draft_joined(DraftFacts("d", "model", 60, 8), 0.0)
 
     def step(self, now: float) -> None:
         choose = self.random.random()
@@ -53,13 +58,18 @@ class Traffic:
         elif choose < 0.36:
             self.table = new_table()
             assert self.scheduler.reset(self.scheduler.epoch + 1, INFO) == []
+            self.results, self.last = [], None
         self.hear_drafts()
         for session_id, count in self.asked.items():
             if count and self.random.random() < 0.7:
                 self.scheduler.draft_proposed("d", session_id, self.proposal(self.texts[session_id], count), now)
         plan = self.scheduler.schedule(now)
         if plan is not None:
-            committed = self.scheduler.complete(self.run(plan), now + 0.5)
+            self.results.append(self.run(plan))
+        if self.results and (
+            len(self.results) == 2 or self.random.random() < 0.5 or not self.scheduler.settings.plan_ahead
+        ):
+            committed = self.scheduler.complete(self.results.pop(0), now + 0.5)
             self.num_ended += sum(commit.finish is not None for commit in committed)
         self.hear_drafts()
         self.scheduler.check_integrity()
@@ -89,6 +99,8 @@ class Traffic:
         plan = wire.plan_from_wire(
             plan.epoch, target_pb2.StepPlan.FromString(wire.plan_to_wire(plan).SerializeToString())
         )
+        self.num_ahead += plan.after_step is not None
+        plan = resolve(plan, *self.last) if self.last is not None else plan
         admitted, refused = self.table.apply(plan)
         self.num_plans += 1
         self.num_refused += len(refused)
@@ -104,6 +116,7 @@ class Traffic:
                 self.num_verified += k
                 self.num_rejected += k - accepted
             results.append(SequenceResult(sequence.seq_id, sequence.generation, accepted, committed))
+        self.last = (plan, tuple(results))
         checksum = self.table.checksum(sequence.seq_id for sequence in plan.sequences)
         report = RankReport(0, len(self.table), checksum)
         return StepResult(plan.epoch, plan.step, tuple(results), (report,))
@@ -120,4 +133,15 @@ def test_a_rank_refuses_no_plan(seed: int) -> None:
     assert traffic.num_ended > 30
     assert traffic.num_rejected > 30
     assert traffic.num_verified - traffic.num_rejected > 30
+    assert traffic.scheduler.snapshot().num_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_refuses_no_plan_that_was_made_ahead(seed: int) -> None:
+    traffic = Traffic(seed, ahead=True)
+    for turn in range(400):
+        traffic.step(float(turn))
+    assert traffic.num_refused == 0
+    assert traffic.num_ahead > 50
+    assert traffic.num_ended > 30
     assert traffic.scheduler.snapshot().num_preemptions > 0

@@ -288,6 +288,11 @@ async def test_status(world: Any) -> None:
     assert 0 < group["kv_blocks_free"] < group["kv_blocks_total"] == 256
     assert group["ranks"][0]["pid"] == 1
     assert group["steps"] > 0
+    overhead = group["step_overhead"]
+    assert 0 < overhead["num_steps"] <= group["steps"]
+    assert overhead["overhead_ms"]["p99"] >= overhead["overhead_ms"]["p50"] > 0
+    assert group["prefix_cache_queried_tokens"] == len(PROMPT)
+    assert (group["prefix_cache_hit_tokens"], group["lookup_draft_tokens"], group["preemptions"]) == (0, 0, 0)
     (shown,) = status["drafts"]
     assert (shown["state"], shown["address"], shown["sessions"]) == ("ready", draft.address, 1)
     assert shown["num_accepted_tokens"] > 0

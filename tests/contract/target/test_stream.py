@@ -99,7 +99,6 @@ def test_a_stale_plan_is_dropped(client: Any) -> None:
 UNSUPPORTED = {
     "kind": replace(StepPlan(7, 1, (FIRST,)), kind=PlanKind.DRAFT, draft_layers=(0,)),
     "layers": replace(StepPlan(7, 1, (FIRST,)), draft_layers=(0,)),
-    "after_step": replace(StepPlan(7, 1, (FIRST,)), after_step=0),
     "feature_layers": replace(StepPlan(7, 1, (FIRST,)), feature_layers=(1,)),
 }
 
@@ -110,6 +109,24 @@ def test_what_is_not_supported_is_refused(client: Any, case: str) -> None:
     code, message = client.error()
     assert code is grpc.StatusCode.UNIMPLEMENTED
     assert "not supported by this group" in message
+
+
+def test_a_plan_is_made_after_the_one_before_it(group: Any, client: Any) -> None:
+    """Else nobody knows what its positions are relative to."""
+    client.send(plan=plan_to_wire(StepPlan(7, 1, (FIRST,), after_step=0)))
+    assert client.error() == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "plan 1: after_step is 0, but the plan was the first one of its stream",
+    )
+    again = group.attach()
+    again.send(plan=plan_to_wire(StepPlan(7, 4, (FIRST,))))
+    again.send(plan=plan_to_wire(StepPlan(7, 6, (replace(NEXT, kv_len=0, tokens=()),), after_step=5)))
+    assert again.receive().result.step == 4
+    assert again.error() == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "plan 6: after_step is 5, but the plan was sent after plan 4",
+    )
+    again.close()
 
 
 def test_trees_are_refused_for_their_sequence(client: Any) -> None:

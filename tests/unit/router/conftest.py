@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from outrider.controls import needs_text
+from outrider.core.ahead import resolve, undecided
 from outrider.core.logprobs import TokenLogprobs
 from outrider.core.plan import (
     GroupInfo,
@@ -110,9 +111,11 @@ class ToyGroup:
         self.used_ids: set[int] = set()
         self.num_shared_positions = 0  # that sequences did not compute themselves
         self.most_scored = 0  # scored rows of one sequence in one step
+        self.last: tuple[StepPlan, tuple[SequenceResult, ...]] | None = None
 
-    def run(self, plan: StepPlan) -> StepResult:
-        assert plan.sequences
+    def run(self, wanted: StepPlan) -> StepResult:
+        assert wanted.sequences
+        plan = resolve(wanted, *self.last) if self.last is not None else wanted
         assert plan.num_rows <= self.info.max_num_batched_tokens
         assert len(plan.sequences) <= self.info.max_num_seqs
         for seq_id in plan.released:
@@ -122,6 +125,8 @@ class ToyGroup:
         assert len(planned) == len(plan.sequences)
         checksum = committed_checksum((sequence.seq_id, sequence.kv_len) for sequence in plan.sequences)
         ranks = (RankReport(0, len(self.sequences), checksum),)
+        self.last = (plan, tuple(results))
+        results += undecided(wanted, plan).values()
         return StepResult(plan.epoch, plan.step, tuple(results), ranks)
 
     def _run_sequence(self, plan: SequencePlan) -> SequenceResult:
@@ -274,11 +279,23 @@ class World:
         self.group = ToyGroup(self.info)
         self.drafts: dict[str, ToyDraft] = {}
         self.now = 0.0
-        self.pending: StepResult | None = None
+        self.results: list[StepResult] = []  # of steps in flight
         self.requests: dict[str, NewRequest] = {}
         self.texts: dict[str, list[int]] = {}
         self.ends: dict[str, Committed] = {}
         self.num_steps = 0
+        self.num_ahead = 0
+
+    @property
+    def pending(self) -> StepResult | None:
+        """The result of the step that runs; set to None, the results of all in flight are lost."""
+        return self.results[0] if self.results else None
+
+    @pending.setter
+    def pending(self, result: StepResult | None) -> None:
+        self.results[:1] = [result] if result is not None else []
+        if result is None:
+            self.results = []
 
     def add(self, request_id: str, prompt: Sequence[int], *, generation: int = 1, **changes: object) -> NewRequest:
         sampling = changes.pop("sampling", Sampling(temperature=0.0, verifier=Verifier.GREEDY))
@@ -314,13 +331,12 @@ class World:
         self.deliver()
         if plan is not None:
             self.num_steps += 1
-            self.pending = self.group.run(plan)
+            self.num_ahead += plan.after_step is not None
+            self.results.append(self.group.run(plan))
         return plan
 
     def finish(self) -> list[Committed]:
-        result, self.pending = self.pending, None
-        assert result is not None
-        return self.take(self.scheduler.complete(result, self.now))
+        return self.take(self.scheduler.complete(self.results.pop(0), self.now))
 
     def take(self, committed: Iterable[Committed]) -> list[Committed]:
         committed = list(committed)
@@ -346,15 +362,16 @@ class World:
         return committed
 
     def step(self, seconds: float = 1.0) -> StepPlan | None:
-        """One step, or the wait that the scheduler wants instead."""
+        """One step, or the wait that the scheduler wants instead; near its end the next one, if it can be planned."""
         self.take(self.scheduler.expire(self.now))
         plan = self.start()
-        if plan is None:
+        if plan is None and self.pending is None:
             wakeup = self.scheduler.next_wakeup(self.now)
             if wakeup is not None:
                 self.now = max(self.now, wakeup)
             return None
         self.now += seconds
+        self.start()
         self.finish()
         self.scheduler.check_integrity()
         return plan

@@ -18,11 +18,11 @@ async def test_the_answer_to_another_step_breaks_the_stream(
 ) -> None:
     """The scheduler drops such a result, so that its own step would stay in flight, and nobody would notice."""
 
-    async def exchange(*_: Any) -> target_pb2.StepsResponse:
+    async def read(*_: Any) -> target_pb2.StepsResponse:
         return target_pb2.StepsResponse(header=common_pb2.Header(epoch=epoch), result=target_pb2.StepResult(step=step))
 
     stream = TargetStream("127.0.0.1:1", scheduler_id="s", epoch=3)
-    monkeypatch.setattr(stream, "_exchange", exchange)
+    monkeypatch.setattr(stream, "_read", read)
     with pytest.raises(Unavailable, match="answered step 8 of epoch 3 with"):
         await stream.step(StepPlan(3, 8, ()), 1.0)
     await stream.close()
