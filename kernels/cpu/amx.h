@@ -10,7 +10,21 @@ struct alignas(64) TileConfig {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileInputs = 32;      // bfloat16
 constexpr int64_t kTileInputsInt8 = 64;  // int8
-constexpr int64_t kAhead = 8192;         // bytes of a panel between those that are multiplied and those that are asked for
+// Bytes of a panel between those that are multiplied and those that are asked for. Measured: nearer, or into the first-level
+// cache, a core reads 10 to 20 % less in the same time.
+constexpr int64_t kAhead = 32768;
+
+// Where a panel has the weight of input k and output o: tile by tile, as they are read, each of sixteen outputs. A line of a
+// tile has two bfloat16 or four int8 of each output.
+inline int64_t place_bfloat16(int64_t k, int64_t o) {
+  const int64_t tile = k / kTileInputs * (kPanel / 16) + o / 16;
+  return tile * 512 + k % kTileInputs / 2 * 32 + o % 16 * 2 + k % 2;
+}
+
+inline int64_t place_int8(int64_t k, int64_t o) {
+  const int64_t tile = k / kTileInputsInt8 * (kPanel / 16) + o / 16;
+  return tile * 1024 + k % kTileInputsInt8 / 4 * 64 + o % 16 * 4 + k % 4;
+}
 
 // Asks the kernel once for the right to use the tiles; threads inherit it.
 inline bool granted() {
@@ -31,10 +45,10 @@ TARGET inline void configure(int64_t rows) {
 
 TARGET inline void release() { _tile_release(); }
 
-// Tile loads of strided lines do not start the hardware's prefetcher: asks for the 2 KiB that are multiplied later.
+// Asks for the 2 KiB that are multiplied later.
 TARGET inline void ask_ahead(const void* weights) {
   for (int64_t byte = 0; byte < 2048; byte += 64)
-    _mm_prefetch(static_cast<const char*>(weights) + kAhead + byte, _MM_HINT_T0);
+    _mm_prefetch(static_cast<const char*>(weights) + kAhead + byte, _MM_HINT_T1);
 }
 
 // x [count], a multiple of 16, as the sum of two bfloat16. Together they keep 16 bits of the mantissa: the weights have 8,
@@ -63,8 +77,8 @@ TARGET inline void product_panel(
   _tile_zero(3);
   for (int64_t k = 0; k < count; k += kTileInputs) {
     ask_ahead(weights + k * kPanel);
-    _tile_loadd(6, weights + k * kPanel, 4 * kPanel);
-    _tile_loadd(7, weights + k * kPanel + 32, 4 * kPanel);
+    _tile_loadd(6, weights + k * kPanel, 64);
+    _tile_loadd(7, weights + k * kPanel + 512, 64);
     _tile_loadd(4, high + k, 2 * stride);
     _tile_loadd(5, low + k, 2 * stride);
     _tile_dpbf16ps(0, 4, 6);
@@ -126,8 +140,8 @@ TARGET inline void digit_sums(
     _tile_zero(3);
     for (int64_t k = 0; k < count; k += kTileInputsInt8) {
       if (t == 0) ask_ahead(weights + k * kPanel);
-      _tile_loadd(6, weights + k * kPanel, 4 * kPanel);
-      _tile_loadd(7, weights + k * kPanel + 64, 4 * kPanel);
+      _tile_loadd(6, weights + k * kPanel, 64);
+      _tile_loadd(7, weights + k * kPanel + 1024, 64);
       _tile_loadd(4, first + k, stride);
       _tile_dpbssd(0, 4, 6);
       _tile_dpbssd(1, 4, 7);

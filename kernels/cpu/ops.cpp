@@ -20,8 +20,7 @@
 namespace {
 
 // Outputs that are packed together. bfloat16: [in / 2][kPanel][2], so that a 32-bit lane holds two inputs of one output,
-// which a shift and a mask widen, and which is also the form that AMX takes. int8: [in][kPanel], and [in / 4][kPanel][4]
-// for AMX.
+// which a shift and a mask widen. int8: [in][kPanel]. For AMX both are tiles, see amx.h.
 constexpr int64_t kPanel = 32;
 constexpr int64_t kBlock = 256;  // inputs whose part of a panel stays in the first-level cache while rows go by
 
@@ -113,7 +112,7 @@ torch::Tensor linear(
   const float *scale = data_or_null(scales), *add = data_or_null(bias);
   const Isa set = parse(isa);
   if (n == 0) return torch::empty({n, out}, x.options());
-  if (scale && tiles_take(set, x.size(1), group))
+  if (scale && tiles_take(set, true, x.size(1), group))
     return product_of(DigitProduct(x, packed, out, scale, group), x, out, add);
   return product_of(Product(x, packed, out, scale, group, set), x, out, add);
 }

@@ -1,8 +1,11 @@
 // Packed weights, and the product of rows with a panel of them on any instruction set.
 
-// Whether tiles take int8 weights whose scales belong to `group` inputs: whole tiles of inputs only.
-inline bool tiles_take(Isa isa, int64_t in, int64_t group) {
-  return isa == Isa::kAmx && in % amx::kTileInputsInt8 == 0 && (group >= in || group % amx::kTileInputsInt8 == 0);
+// Whether products of that kind run on tiles: they take whole tiles of inputs, and of those that share a scale. What does not
+// fit is left to AVX-512. The number of rows has no say, or the rows' bits would depend on it.
+inline bool tiles_take(Isa isa, bool is_int8, int64_t in, int64_t group) {
+  if (isa != Isa::kAmx) return false;
+  if (!is_int8) return in % amx::kTileInputs == 0;
+  return in % amx::kTileInputsInt8 == 0 && (group >= in || group % amx::kTileInputsInt8 == 0);
 }
 
 // weight [out, in] bfloat16 (in even), or int8 with scales for `group` inputs -> [panels * kPanel * in] of the same type.
@@ -12,7 +15,7 @@ inline torch::Tensor pack(const torch::Tensor& weight, int64_t group, const std:
   const bool is_int8 = weight.scalar_type() == torch::kInt8;
   TORCH_CHECK(is_int8 || weight.scalar_type() == torch::kBFloat16, "weight must be bfloat16 or int8");
   TORCH_CHECK(is_int8 || in % 2 == 0, "weight has an odd number of inputs");
-  const int64_t together = is_int8 && tiles_take(parse(isa), in, group) ? 4 : 1;  // int8: inputs of one output
+  const bool tiled = tiles_take(parse(isa), is_int8, in, group);
   auto packed = torch::zeros({panels * kPanel * in}, weight.options());
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
@@ -21,13 +24,13 @@ inline torch::Tensor pack(const torch::Tensor& weight, int64_t group, const std:
         const int8_t* from = weight.data_ptr<int8_t>() + first;
         int8_t* to = packed.data_ptr<int8_t>() + first;
         for (int64_t o = 0; o < width; ++o)
-          for (int64_t k = 0; k < in; ++k)
-            to[k / together * together * kPanel + together * o + k % together] = from[o * in + k];
+          for (int64_t k = 0; k < in; ++k) to[tiled ? amx::place_int8(k, o) : k * kPanel + o] = from[o * in + k];
       } else {
         const uint16_t* from = reinterpret_cast<const uint16_t*>(weight.data_ptr<at::BFloat16>()) + first;
         uint16_t* to = reinterpret_cast<uint16_t*>(packed.data_ptr<at::BFloat16>()) + first;
         for (int64_t o = 0; o < width; ++o)
-          for (int64_t k = 0; k < in; ++k) to[k / 2 * 2 * kPanel + 2 * o + k % 2] = from[o * in + k];
+          for (int64_t k = 0; k < in; ++k)
+            to[tiled ? amx::place_bfloat16(k, o) : k / 2 * 2 * kPanel + 2 * o + k % 2] = from[o * in + k];
       }
     }
   });
@@ -47,8 +50,7 @@ class Product {
         is_int8_(packed.scalar_type() == torch::kInt8),
         weights_(static_cast<const char*>(packed.data_ptr())),
         isa_(isa) {
-    // Tiles take whole groups of inputs. That does not depend on the number of rows, or the rows' bits would.
-    if (isa_ == Isa::kAmx && (is_int8_ || in_ % amx::kTileInputs)) isa_ = Isa::kAvx512;
+    if (isa_ == Isa::kAmx && (is_int8_ || !tiles_take(isa_, false, in_, in_))) isa_ = Isa::kAvx512;
     if (isa_ == Isa::kAmx) {
       high_.resize(n_ * in_);
       low_.resize(n_ * in_);
