@@ -4,6 +4,7 @@
 // can be taken to another machine.
 #include <ATen/Parallel.h>
 #include <immintrin.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <torch/extension.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <optional>

@@ -1,4 +1,4 @@
-"""Layers on our CPU kernels that take the place of a model's own: norms, SwiGLU MLPs and attention.
+"""Layers on our CPU kernels that take the place of a model's own: norms, SwiGLU MLPs, attention, and blocks of these.
 
 Their inputs and outputs are float32; rows do not depend on one another.
 """
@@ -81,13 +81,17 @@ class FusedAttention(nn.Module):
         step: AttentionStep | None = kwargs.get(STEP_KEYWORD)
         if step is None or attention_mask is not None:
             raise ConfigError("model: it hands its attention a mask, or keeps keywords from it")
+        return self.attend(hidden_states[0], position_embeddings, step)[None], None
+
+    def attend(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], step: AttentionStep) -> Tensor:
+        """hidden [rows, hidden], cos and sin as in ``forward`` -> [rows, hidden]"""
         shape = self.shape
         step.check_window(shape.sliding_window)
         step.layers_seen.add(shape.layer)
         cos, sin = (part.reshape(step.num_rows, -1).float() for part in position_embeddings)
         keys, values = step.keys[shape.layer], step.values[shape.layer]
         query = self.kernels.rope_and_store(
-            self.qkv(hidden_states[0]),
+            self.qkv(hidden),
             shape.heads,
             cos,
             sin,
@@ -100,4 +104,34 @@ class FusedAttention(nn.Module):
         )
         table = step.row_table
         mixed = self.kernels.attention(query, keys, values, table.slots, table.rows, shape.scale)
-        return self.output(mixed)[None], None
+        out: Tensor = self.output(mixed)
+        return out
+
+
+class FusedBlock(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, without what a model's own layer does around them."""
+
+    def __init__(
+        self, attention_norm: FusedRMSNorm, attention: FusedAttention, mlp_norm: FusedRMSNorm, mlp: FusedSwiGLU
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [1, rows, hidden]
+        attention_mask: Tensor | None = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],  # cos, sin, each [1, rows, rotary]
+        **kwargs: Any,
+    ) -> Tensor:
+        """[1, rows, hidden]"""
+        step: AttentionStep | None = kwargs.get(STEP_KEYWORD)
+        if step is None or attention_mask is not None:
+            raise ConfigError("model: it hands its layers a mask, or keeps keywords from them")
+        rows = hidden_states[0]
+        rows = rows + self.attention.attend(self.attention_norm.forward(rows), position_embeddings, step)
+        return rows.add_(self.mlp.forward(self.mlp_norm.forward(rows)))[None]

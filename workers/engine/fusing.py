@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from outrider.core.errors import ConfigError
 from outrider.kernels.cpu import Kernels
 from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep, SequenceSlots, padded_context
-from outrider.workers.engine.fused import AttentionShape, FusedAttention, FusedRMSNorm, FusedSwiGLU
+from outrider.workers.engine.fused import AttentionShape, FusedAttention, FusedBlock, FusedRMSNorm, FusedSwiGLU
 from outrider.workers.engine.linear import ROW_PARALLEL, WHOLE_OR_COLUMN_PARALLEL, PackedLinear, replace_linear
 from outrider.workers.engine.parallel import Parallel
 from outrider.workers.engine.products import WeightFormat
@@ -71,8 +71,14 @@ def fuse_layers(decoder: nn.Module, weight_format: WeightFormat, kernels: Kernel
         "attention layers": lambda layer: _fuse_attention(layer, rotary, weight_format, kernels, parallel),
         "MLPs": lambda layer: _fuse_swiglu(layer, weight_format, kernels, parallel),
         "norms": lambda layer: _fuse_norm(layer, kernels),
+        "blocks": lambda layer: _fuse_block(layer, rotary),  # of what the others have put in place
     }
-    looks_right = {"attention layers": _is_attention, "MLPs": _is_gated_mlp, "norms": _is_rms_norm}
+    looks_right = {
+        "attention layers": _is_attention,
+        "MLPs": _is_gated_mlp,
+        "norms": _is_rms_norm,
+        "blocks": _is_block,
+    }
     for kind, fuse in fusers.items():
         for parent in list(decoder.modules()):
             for name, child in list(parent.named_children()):
@@ -127,6 +133,11 @@ def _is_attention(layer: nn.Module) -> bool:
         and isinstance(getattr(layer, "layer_idx", None), int)
         and isinstance(getattr(layer, "head_dim", None), int)
     )
+
+
+def _is_block(layer: nn.Module) -> bool:
+    kinds = collections.Counter(type(child) for child in layer.children())
+    return kinds == {FusedRMSNorm: 2, FusedAttention: 1, FusedSwiGLU: 1} and not layer._parameters
 
 
 def _fuse_norm(layer: nn.Module, kernels: Kernels) -> nn.Module | None:
@@ -184,6 +195,37 @@ def _fuse_attention(
     qkv = _joined([parts[name] for name in QKV], weight_format)
     output = replace_linear(parts["o_proj"], parallel, weight_format, torch.device("cpu"))
     return FusedAttention(dataclasses.replace(shape, sliding_window=min(windows, default=None)), qkv, output, kernels)
+
+
+def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
+    children = list(layer.children())
+    first, second = (child for child in children if isinstance(child, FusedRMSNorm))
+    (attention,) = (child for child in children if isinstance(child, FusedAttention))
+    (mlp,) = (child for child in children if isinstance(child, FusedSwiGLU))
+    if rotary is None or not isinstance(attention.qkv, PackedLinear):
+        return None
+    shape, qkv = attention.shape, attention.qkv
+    kv_heads = (qkv.out_features // shape.head_dim - shape.heads) // 2
+    hidden = torch.randn(1, PROBE_ROWS, qkv.in_features, generator=_generator())
+    positions = torch.arange(PROBE_START, PROBE_START + PROBE_ROWS)[None]
+
+    def run(module: nn.Module) -> Tensor:
+        step = _probe_step(shape.layer, kv_heads, shape.head_dim)
+        facts: dict[str, Any] = {"position_embeddings": rotary(hidden, positions), "attention_mask": None}
+        out = module(hidden, **facts, **{STEP_KEYWORD: step})
+        if not isinstance(out, Tensor):
+            raise TypeError("the layer returns more than its rows")
+        return out
+
+    for attention_norm, mlp_norm in ((first, second), (second, first)):
+        block = FusedBlock(attention_norm, attention, mlp_norm, mlp)
+        if _agree(lambda: run(layer), lambda block=block: run(block)):
+            # Models look at such facts of their layers, say at the kind of attention.
+            for name, value in vars(layer).items():
+                if isinstance(value, (int, float, str)) and not name.startswith("_"):
+                    setattr(block, name, value)
+            return block.train(layer.training)
+    return None
 
 
 def _attention_shape(layer: nn.Module) -> AttentionShape | None:

@@ -18,7 +18,7 @@ from outrider.core.errors import ConfigError
 from outrider.kernels.cpu import instruction_sets, quantize_int8, round_to_bfloat16
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
-from outrider.workers.engine.fused import FusedAttention, FusedRMSNorm, FusedSwiGLU
+from outrider.workers.engine.fused import FusedAttention, FusedBlock, FusedRMSNorm, FusedSwiGLU
 
 RoundedMaker = Callable[[str, str], str]
 
@@ -59,7 +59,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> RoundedMaker:
 
 def fused_layers(engine: Engine) -> dict[type, int]:
     kinds = [type(module) for module in engine._decoder.modules()]
-    return {kind: kinds.count(kind) for kind in (FusedAttention, FusedSwiGLU, FusedRMSNorm)}
+    return {kind: kinds.count(kind) for kind in (FusedAttention, FusedSwiGLU, FusedRMSNorm, FusedBlock)}
 
 
 def logits_of(engine: Engine, scenarios: ModuleType) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_rounded_weights(
 ) -> None:
     folder = rounded(models[family], form)
     engine = scenarios.make_engine(folder, **SETTINGS[form])
-    assert fused_layers(engine) == {FusedAttention: 2, FusedSwiGLU: 2, FusedRMSNorm: 5}
+    assert fused_layers(engine) == {FusedAttention: 2, FusedSwiGLU: 2, FusedRMSNorm: 5, FusedBlock: 2}
     assert engine.row_invariant
     expected = logits_of(scenarios.make_engine(folder), scenarios)
     found = logits_of(engine, scenarios)
@@ -132,7 +132,7 @@ def test_without_kernels_the_same_numbers_are_multiplied_in_float32(
     for form in ("bfloat16", "int8 in groups"):
         folder = rounded(models["qwen2"], form)
         engine = scenarios.make_engine(folder, **SETTINGS[form], kv_cache_dtype="bfloat16")
-        assert fused_layers(engine) == {FusedAttention: 0, FusedSwiGLU: 0, FusedRMSNorm: 0}
+        assert fused_layers(engine) == {FusedAttention: 0, FusedSwiGLU: 0, FusedRMSNorm: 0, FusedBlock: 0}
         assert engine.row_invariant
         plain = scenarios.make_engine(folder, kv_cache_dtype="bfloat16")
         expected = logits_of(plain, scenarios)
