@@ -56,10 +56,15 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Arm:
-    """One of those that take turns."""
+    """One of those that take turns.
+
+    Attributes:
+        turn: held while it is its turn.
+    """
 
     name: str
     send: Sender
+    turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)
@@ -157,14 +162,17 @@ async def _run_block(
         jobs.append(Job(sent, record, settings.seed + index))
     energy, cache = Energy.find(), CacheUse()
     before = energy.read() if energy is not None else ()
-    begun = time.perf_counter()
     is_ours = arm.name in (PLAIN, SPECULATIVE)
-    async with watched(client, cache) if is_ours else contextlib.nullcontext():
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(arm.turn())
+        if is_ours:
+            await stack.enter_async_context(watched(client, cache))
+        begun = time.perf_counter()
         if settings.rate is None:
             records = await closed_loop(jobs, arm.send, settings.concurrency, done)
         else:
             records = await open_loop(jobs, arm.send, settings.rate, settings.seed + number, done)
-    wall_s = time.perf_counter() - begun
+        wall_s = time.perf_counter() - begun
     joules = energy.joules(before, energy.read()) if energy is not None else None
     return Block(workload, arm.name, number, begun, wall_s, sum(r.tokens for r in records), joules, cache)
 
@@ -197,7 +205,8 @@ async def _warm_up(arms: Sequence[Arm], workload: Workload) -> None:
     item = min(workload.items, key=lambda item: len(item.plain_prompt))
     short = Item("warm-up", item.prompt, item.messages, 8)
     for arm in arms:
-        await arm.send(Job(short, Record(workload.name, "warm-up", 0, arm.name, 0, 0.0, 0.0, 0.0), 0))
+        with arm.turn():
+            await arm.send(Job(short, Record(workload.name, "warm-up", 0, arm.name, 0, 0.0, 0.0, 0.0), 0))
 
 
 async def _has_chat(client: AsyncClient, workloads: Sequence[Workload]) -> bool:

@@ -27,7 +27,15 @@ from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.parallel import Parallel
 
 ROW_COUNTS = (1, 2, 3, 5, 9, 16)
-PARTS = ("PackedLinear", "RowParallelLinear", "FusedAttention", "FusedSwiGLU", "FusedRMSNorm", "VocabParallelHead")
+PARTS = (
+    "PackedLinear",
+    "RowParallelLinear",
+    "FusedAttention",
+    "FusedSwiGLU",
+    "FusedRMSNorm",
+    "FusedBlock",
+    "VocabParallelHead",
+)
 REST = "the rest"
 
 

@@ -1,7 +1,8 @@
 """Other servers on the same model, prompts and precision, as arms of the same run.
 
 Each runs as a process of its own on a free port of this machine, with greedy decoding and as many slots as requests are
-sent at once. What is not installed is left out, with one line that says so.
+sent at once, and is stopped while it is another's turn: some keep a processor busy with waiting. What is not installed
+is left out, with one line that says so.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class Peers:
                     PeerProcess(launch.name, launch.command, launch.environment)
                 )
                 await process.ready(launch.protocol.health, START_TIMEOUT_S)
-                arms.append(Arm(launch.name, ToPeer(process.port, launch.protocol, self._settings.asking, threads)))
+                process.pause()
+                sender = ToPeer(process.port, launch.protocol, self._settings.asking, threads)
+                arms.append(Arm(launch.name, sender, process.turn))
         except BaseException:
             await self._stack.aclose()
             raise

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 from outrider.client import Unavailable
@@ -65,6 +65,24 @@ class PeerProcess:
                 raise Unavailable(f"{self.name} was not ready after {timeout_s:g} s: {self._last_words()}")
             await asyncio.sleep(0.2)
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let it run inside, and nowhere else."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        """Stop it and what it started, until its turn."""
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, sign: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sign)
+
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
             self._command,
@@ -91,9 +109,9 @@ class PeerProcess:
         process = self._process
         if process is None:
             return
+        self._signal(signal.SIGCONT)  # a stopped one would not hear that it must end
         for sign in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, sign)
+            self._signal(sign)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
 

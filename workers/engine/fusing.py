@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -219,7 +220,7 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
 
     for attention_norm, mlp_norm in ((first, second), (second, first)):
         block = FusedBlock(attention_norm, attention, mlp_norm, mlp)
-        if _agree(lambda: run(layer), lambda block=block: run(block)):
+        if _agree(functools.partial(run, layer), functools.partial(run, block)):
             # Models look at such facts of their layers, say at the kind of attention.
             for name, value in vars(layer).items():
                 if isinstance(value, (int, float, str)) and not name.startswith("_"):

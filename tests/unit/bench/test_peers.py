@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import textwrap
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from outrider.bench.items import Item
@@ -54,11 +56,22 @@ async def test_a_peer_is_an_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("outrider.bench.peers.launches", lambda *_: [launch])
     async with Peers(settings(), lambda line: None) as arms:
         (arm,) = arms
-        seen = await arm.send(job("abc"))
-        assert (arm.name, seen.error, seen.tokens, seen.prompt_tokens) == ("vllm", None, 4, 3)
-        failed = await arm.send(job("bad"))
-        assert failed.error is not None
-        assert "HTTP 500" in failed.error
+        (process,) = [child for child in psutil.Process().children() if str(script) in child.cmdline()]
+        await until_status(process, psutil.STATUS_STOPPED)
+        with arm.turn():
+            seen = await arm.send(job("abc"))
+            assert (arm.name, seen.error, seen.tokens, seen.prompt_tokens) == ("vllm", None, 4, 3)
+            failed = await arm.send(job("bad"))
+            assert failed.error is not None
+            assert "HTTP 500" in failed.error
+        await until_status(process, psutil.STATUS_STOPPED)
+    assert not process.is_running()
+
+
+async def until_status(process: psutil.Process, status: str) -> None:
+    async with asyncio.timeout(30):
+        while process.status() != status:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
 
 
 async def test_a_peer_that_ends_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
