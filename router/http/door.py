@@ -72,9 +72,7 @@ class HttpDoor:
         try:
             await self._server.serve([self._socket])
         finally:
-            for listener in getattr(self._server, "servers", ()):
-                listener.close()
-            self._socket.close()
+            self._close()
             self._over.set()
 
     async def stop(self) -> None:
@@ -82,6 +80,12 @@ class HttpDoor:
         if self._server is not None and self._server.server_state.connections:
             self._server.should_exit = True
             await self._over.wait()
+        self._close()
+
+    def _close(self) -> None:
+        # By the event loop where it listens already: it would go on to watch a socket that was closed behind its back.
+        for listener in getattr(self._server, "servers", ()):
+            listener.close()
         if self._socket is not None:
             self._socket.close()
 

@@ -16,6 +16,8 @@ from outrider.v1 import common_pb2, generation_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI and vLLM have it
 
+# What the frontend and the owner of a group call a prompt.
+PROMPT_FIELDS = ("prompt", "text", "token_ids", "token_ids.ids", "chat", "prompt_tokens")
 # Fields of the same name and meaning; the second ones repeat.
 _CONTROLS = ("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 _LISTS = ("bad_words", "allowed_token_ids", "banned_token_ids")
@@ -59,13 +61,13 @@ def translate_completion(request: CompletionRequest) -> Translated:
             message.token_ids.SetInParent()
             message.token_ids.ids.extend(prompt)
         requests.append(message)
-    prompt_names = tuple({name: at for name in ("text", "token_ids.ids", "prompt_tokens")} for at in spelt)
+    prompt_names = tuple({name: at for name in PROMPT_FIELDS} for at in spelt)
     return Translated(tuple(requests), names, prompt_names)
 
 
 def translate_chat(request: ChatRequest, tokenizer: TextTokenizer) -> Translated:
     """Raises ``InvalidRequest``."""
-    names = {name: "messages" for name in ("chat", "text", "token_ids.ids", "prompt_tokens", "prompt")}
+    names = {name: "messages" for name in PROMPT_FIELDS}
     names["sampling.logprobs"] = "top_logprobs"
     functions = wanted_functions(request)
     message = _common(request, names, forced=forced_schema(request, functions))
