@@ -33,7 +33,7 @@ from outrider.router.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
 
 AnyRequest = TypeVar("AnyRequest", bound=CommonRequest)
 
@@ -232,6 +232,8 @@ async def _read(request: Request, kind: type[AnyRequest]) -> tuple[AnyRequest, i
         if len(body) > MAX_BODY_BYTES:
             raise HttpError(413, f"the body must be at most {MAX_BODY_BYTES} bytes long", code="request_too_large")
     try:
+        if len(body) > LONG_TEXT:
+            return await asyncio.to_thread(kind.model_validate_json, bytes(body)), len(body)
         return kind.model_validate_json(bytes(body)), len(body)
     except ValidationError as error:
         raise shape_error(error, bytes(body)) from error
@@ -260,4 +262,5 @@ async def _own_error(_: Request, error: Exception) -> Response:
 async def _no_such_route(request: Request, error: Exception) -> Response:
     refused = cast(HTTPException, error)
     message = f"{request.method} {request.url.path}: {refused.detail}"
-    return error_response(HttpError(refused.status_code, message, code="not_found"), refused.headers)
+    code = "not_found" if refused.status_code == 404 else "method_not_allowed"
+    return error_response(HttpError(refused.status_code, message, code=code), refused.headers)

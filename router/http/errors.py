@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,38 +71,34 @@ def spelt(name: str, names: Mapping[str, str]) -> str:
 def shape_error(error: ValidationError, body: bytes) -> HttpError:
     """A body that is no request: the first field that is wrong, as a path such as ``messages[0].role``."""
     found = error.errors(include_url=False)
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        reason = next((item["msg"] for item in found if item["type"] == "json_invalid"), "it cannot be read")
+        return HttpError(400, f"the body is not JSON: {reason}", code="invalid_json")
     # Of a field of several types each is reported; the one that got furthest is meant.
-    first = max(found, key=lambda item: (item["loc"][:1] == found[0]["loc"][:1], _depth(item["loc"], body)))
-    if first["type"] == "json_invalid":
-        return HttpError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    path = _path(first["loc"], body)
+    same_field = [item for item in found if item["loc"][:1] == found[0]["loc"][:1]]
+    first = max(same_field, key=lambda item: len(_parts(item["loc"], value)))
+    path = _path(_parts(first["loc"], value))
     if first["type"] == "extra_forbidden":
         message = f"{path} is no field that is known here"
         return HttpError(400, message, param=path, code="unknown_parameter")
     if first["type"] == "missing":
         return HttpError(400, f"{path} is missing", param=path, code="missing_required_parameter")
-    value = repr(first["input"])
-    shown = value if len(value) <= errors.MAX_SHOWN else value[: errors.MAX_SHOWN] + "..."
-    return HttpError(400, f"{path} is {shown}: {first['msg']}", param=path or None, code="invalid_type")
+    shown = repr(first["input"])
+    shown = shown if len(shown) <= errors.MAX_SHOWN else shown[: errors.MAX_SHOWN] + "..."
+    return HttpError(400, f"{path or 'the body'} is {shown}: {first['msg']}", param=path or None, code="invalid_type")
 
 
-def _depth(location: tuple[int | str, ...], body: bytes) -> int:
-    return len(_parts(location, body))
-
-
-def _path(location: tuple[int | str, ...], body: bytes) -> str:
+def _path(parts: Sequence[int | str]) -> str:
     path = ""
-    for part in _parts(location, body):
+    for part in parts:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
 
 
-def _parts(location: tuple[int | str, ...], body: bytes) -> list[int | str]:
+def _parts(location: tuple[int | str, ...], value: Any) -> list[int | str]:
     """The parts of a location that are in the body: between them are names of types, where a field has several."""
-    try:
-        value: Any = json.loads(body)
-    except ValueError:
-        return []
     parts: list[int | str] = []
     for index, part in enumerate(location):
         if _holds(value, part):

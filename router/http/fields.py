@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 Json = dict[str, Any]
+# A long list that is wrong throughout is told of once.
+TokenIds = Annotated[list[UInt32], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class _Fields(BaseModel):
@@ -41,7 +44,7 @@ class StructuredOutputs(_Fields):
 
     json_: Json | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -102,7 +105,7 @@ class CommonRequest(_Fields):
     model: str | None = None
     n: UInt32 | None = None
     max_tokens: UInt32 | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -116,25 +119,25 @@ class CommonRequest(_Fields):
     top_k: Annotated[int, Field(ge=-1, lt=2**32)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[UInt32] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[UInt32] | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: UInt32 | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     request_id: str | None = None
     skip_special_tokens: Literal[True] | None = None  # no effect
     spaces_between_special_tokens: bool | None = None  # no effect
     # Our own.
     typical_p: float | None = None
-    banned_token_ids: list[UInt32] | None = None
+    banned_token_ids: TokenIds | None = None
     num_speculative_tokens: UInt32 | None = None
     verifier: Literal["greedy", "rejection", "coupled"] | None = None
     per_request_spec_decode_metrics: Literal["none", "summary"] | None = None
@@ -143,7 +146,7 @@ class CommonRequest(_Fields):
 class CompletionRequest(CommonRequest):
     """``/v1/completions``."""
 
-    prompt: str | list[UInt32] | list[str] | list[list[UInt32]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: UInt32 | None = None
     best_of: UInt32 | None = None
@@ -153,7 +156,7 @@ class CompletionRequest(CommonRequest):
 class ChatRequest(CommonRequest):
     """``/v1/chat/completions``."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(fail_fast=True)]
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None

@@ -15,6 +15,7 @@ from outrider.router.tokenizer import TextTokenizer
 from outrider.v1 import common_pb2, generation_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI and vLLM have it
+MAX_PROMPTS = 1024  # of one request
 
 # What the frontend and the owner of a group call a prompt.
 PROMPT_FIELDS = ("prompt", "text", "token_ids", "token_ids.ids", "chat", "prompt_tokens")
@@ -229,6 +230,8 @@ def _prompts(request: CompletionRequest) -> tuple[list[str | list[int]], list[st
         return [prompt], ["prompt"]
     if not prompt:
         raise InvalidRequest("prompt", [], "a text, a list of token ids, or a list of either, of at least one")
+    if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise InvalidRequest("prompt", f"{len(prompt)} prompts", f"at most {MAX_PROMPTS} prompts")
     if isinstance(prompt[0], int):
         return [prompt], ["prompt"]
     return list(prompt), [f"prompt[{index}]" for index in range(len(prompt))]
