@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider import __version__
+from outrider.core.sampling import Verifier
+from outrider.router.http.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from outrider.router.http.tools import CallPiece, Piece, TextPiece, ToolParser
 from outrider.v1 import generation_pb2, group_pb2
 
 Json = dict[str, Any]
-
-LEAST_LOGPROB = -9999.0  # JSON knows no infinity
 
 _REASONS = {
     group_pb2.FINISH_REASON_STOP: "stop",
@@ -147,21 +146,6 @@ class Answer:
     def part_of_choice(self, delta: Delta) -> Json:
         raise NotImplementedError
 
-    def prompt_logprobs(self, prompt: int) -> list[Json | None]:
-        """As vLLM tells them: an object by token id for each token, None for the first."""
-        entries: list[Json | None] = []
-        for entry in self._prompts[prompt].logprobs if prompt in self._prompts else ():
-            if not entry.HasField("logprob"):
-                entries.append(None)
-                continue
-            own = {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.token}
-            tops = {
-                str(top.token_id): {"logprob": _finite(top.logprob), "rank": rank, "decoded_token": top.token}
-                for rank, top in enumerate(entry.top, 1)
-            }
-            entries.append({str(entry.token_id): own, **tops})
-        return entries
-
     def _pieces(self, choice: _Choice, text: str) -> Iterable[Piece]:
         if choice.parser is None:
             return (TextPiece(text),) if text else ()
@@ -208,8 +192,6 @@ class Answer:
         return body
 
     def _own_metrics(self, finish: group_pb2.Finish) -> Json:
-        from outrider.core.sampling import Verifier
-
         stats = finish.speculation
         return {
             "seed": self._started.seed if self._started is not None else None,
@@ -248,7 +230,7 @@ class CompletionAnswer(Answer):
     def whole_choice(self, index: int, choice: _Choice) -> Json:
         entry = self._entry(index, "".join(choice.text), 0, choice.logprobs, choice.finish_reason, choice.stop_reason)
         if self.settings.with_prompt_logprobs:
-            entry["prompt_logprobs"] = self.prompt_logprobs(index // self.settings.num_choices)
+            entry["prompt_logprobs"] = prompt_logprobs(self._prompts.get(index // self.settings.num_choices))
         return entry
 
     def part_of_choice(self, delta: Delta) -> Json:
@@ -266,7 +248,7 @@ class CompletionAnswer(Answer):
         finish_reason: str | None,
         stop_reason: str | None,
     ) -> Json:
-        logprobs = _completion_logprobs(entries, offset) if self.settings.with_logprobs else None
+        logprobs = completion_logprobs(entries, offset) if self.settings.with_logprobs else None
         return {
             "index": index,
             "text": text,
@@ -284,7 +266,7 @@ class ChatAnswer(Answer):
     def body(self) -> Json:
         body = super().body()
         if self.settings.with_prompt_logprobs:
-            body["prompt_logprobs"] = self.prompt_logprobs(0)
+            body["prompt_logprobs"] = prompt_logprobs(self._prompts.get(0))
         return body
 
     def first_chunks(self) -> Iterator[Json]:
@@ -310,7 +292,7 @@ class ChatAnswer(Answer):
         return {
             "index": index,
             "message": message,
-            "logprobs": _chat_logprobs(choice.logprobs) if self.settings.with_logprobs else None,
+            "logprobs": chat_logprobs(choice.logprobs) if self.settings.with_logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -324,7 +306,7 @@ class ChatAnswer(Answer):
         if calls:
             content["tool_calls"] = calls
         part: Json = {"index": delta.index, "delta": content, "finish_reason": delta.finish_reason}
-        part["logprobs"] = _chat_logprobs(delta.logprobs) if delta.logprobs else None
+        part["logprobs"] = chat_logprobs(delta.logprobs) if delta.logprobs else None
         if delta.finish_reason is not None:
             part["stop_reason"] = delta.stop_reason
         return part
@@ -337,40 +319,3 @@ def _call_delta(piece: CallPiece) -> Json:
         function["name"] = piece.name
         call.update(id=piece.id, type="function")
     return call
-
-
-def _chat_logprobs(entries: Sequence[generation_pb2.TokenLogprob]) -> Json:
-    content = []
-    for entry in entries:
-        tops = [_token(top.token, top.logprob) for top in entry.top]
-        content.append({**_token(entry.token, entry.logprob), "top_logprobs": tops})
-    return {"content": content, "refusal": None}
-
-
-def _token(token: str, logprob: float) -> Json:
-    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode("utf-8", "replace"))}
-
-
-def _completion_logprobs(entries: Sequence[generation_pb2.TokenLogprob], offset: int) -> Json:
-    """The token itself is among the most likely ones that are told, whatever its rank."""
-    offsets: list[int] = []
-    tops: list[Json | None] = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.token)
-        if not entry.HasField("logprob"):
-            tops.append(None)
-            continue
-        top = {candidate.token: _finite(candidate.logprob) for candidate in entry.top}
-        top.setdefault(entry.token, _finite(entry.logprob))
-        tops.append(top)
-    return {
-        "tokens": [entry.token for entry in entries],
-        "token_logprobs": [_finite(entry.logprob) if entry.HasField("logprob") else None for entry in entries],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
