@@ -15,6 +15,7 @@ from outrider.cluster.config import RouterConfig
 from outrider.core.errors import ConfigError
 
 KEEP_ALIVE_S = 75  # longer than proxies in front keep a connection, so that it is they who end it
+BACKLOG = 2048  # connections that wait to be taken
 LAST_WORDS_S = 1.0  # for answers under way when the server stops
 
 
@@ -91,9 +92,9 @@ class HttpDoor:
 
     def _bound(self) -> socket.socket:
         host, port = self._config.host, self._config.http_port or 0
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            return socket.create_server((host, port), family=family, backlog=2048)
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(
                 f"router.http_port: cannot listen on {host}:{port} ({error.strerror}); choose another, 0 for a free "
