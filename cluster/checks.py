@@ -57,8 +57,16 @@ def _engines(config: ClusterConfig) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def check_router_port(config: ClusterConfig) -> None:
-    """Raises ``ConfigError`` if the router's address cannot be listened on."""
-    host, port = config.router.host, config.router.port
+    """Raises ``ConfigError`` if one of the router's addresses cannot be listened on."""
+    router = config.router
+    _check_port("router.port", router.host, router.port)
+    if router.http_port is not None:
+        _check_port("router.http_port", router.host, router.http_port)
+        if router.http_port and router.http_port == router.port:
+            raise ConfigError(f"router.http_port is {router.http_port}, which is router.port too; choose another")
+
+
+def _check_port(field: str, host: str, port: int) -> None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -70,5 +78,5 @@ def check_router_port(config: ClusterConfig) -> None:
             probe.bind(address)
         except OSError as error:
             raise ConfigError(
-                f"router.port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
+                f"{field}: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
             ) from error

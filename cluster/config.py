@@ -1,7 +1,7 @@
 """Settings of a cluster: one YAML file, checked when it is read.
 
 Each section is a frozen object that one room takes. Values may name environment variables as ``${NAME}``; relative
-model paths are taken from the settings file's folder.
+paths are taken from the settings file's folder.
 """
 
 from __future__ import annotations
@@ -103,6 +103,20 @@ class RouterConfig(_Section):
     # Address to listen on; port 0 takes a free one.
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
+    # Of the OpenAI-compatible API over HTTP; 0 takes a free one, null turns it off.
+    http_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
+    # Names of the model over HTTP, the first of which answers carry; none: the name of the model's folder.
+    served_model_name: tuple[str, ...] = ()
+    # Keys that let a client in over HTTP, one a line ("Authorization: Bearer KEY"); read again when it changes.
+    api_key_file: str | None = None
+    # For HTTPS: certificate chain and key in PEM; with a CA, clients must show a certificate that it signed.
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    # How the model writes calls of tools where it is free to: what its chat template taught it.
+    tool_call_parser: Literal["hermes", "llama3_json"] = "hermes"
+    # Whether answers over HTTP tell what speculation did (metrics.speculative_decoding), where a request says nothing.
+    per_request_spec_decode_metrics: Literal["none", "summary"] = "summary"
     # Requests that run at once; None takes the target's max_num_seqs, which is the most.
     max_num_seqs: PositiveInt | None = None
     # Requests that wait meanwhile; one more is refused.
@@ -117,6 +131,19 @@ class RouterConfig(_Section):
     plan_ahead: bool = False
     # Applied where a request names no deadline.
     default_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _one_name_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _certificate_has_a_key(self) -> RouterConfig:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile need each other")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_ca_certs is set, but ssl_certfile is not")
+        return self
 
     @field_validator("max_prefill_slowdown")
     @classmethod
@@ -206,6 +233,10 @@ def parse_config(text: str, *, base: Path, source: str = "settings") -> ClusterC
     for section in [data.get("target"), *(drafts if isinstance(drafts, list) else [])]:
         if isinstance(section, dict) and isinstance(section.get("model"), str):
             section["model"] = str((base / section["model"]).resolve())
+    router = data.get("router")
+    for name in ("api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if isinstance(router, dict) and isinstance(router.get(name), str):
+            router[name] = str((base / router[name]).absolute())  # what is mounted may be a link that moves
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:

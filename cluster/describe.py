@@ -30,6 +30,7 @@ def describe(facts: Facts) -> str:
         f"cluster {facts['cluster']}: router {facts['router_id']} at {facts['router_address']}, "
         f"up {facts['uptime_s']:.0f} s",
         f"requests: {facts['running']} running, {facts['queued']} queued",
+        *([f"OpenAI-compatible API: {facts['http_url']}"] if facts.get("http_url") else ()),
     ]
     settings = facts["settings"]
     lines.append(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -33,6 +34,7 @@ class RouterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.router_id = router_id
         self.address = ""
+        self.http_url = ""
 
     @property
     def pid(self) -> int:
@@ -69,7 +71,7 @@ class RouterProcess:
         while True:
             record = (await registry.members("router")).get(self.router_id)
             if record is not None and record["pid"] == self.pid:
-                self.address = record["address"]
+                self.address, self.http_url = record["address"], record.get("http_url", "")
                 return
             self._raise_if_ended()
             if time.monotonic() > deadline:
@@ -138,12 +140,13 @@ class RouterProcess:
         return self._folder / "router.log"
 
     def _settings(self) -> ClusterConfig:
+        router, kept = self._config.router, {}
         port = self.address.rpartition(":")[2]
-        if not port or self._config.router.port:
-            return self._config
-        return self._config.model_copy(
-            update={"router": self._config.router.model_copy(update={"port": self._free_again(int(port))})}
-        )
+        if port and not router.port:
+            kept["port"] = self._free_again(int(port))
+        if self.http_url and router.http_port == 0:
+            kept["http_port"] = self._free_again(urlsplit(self.http_url).port or 0)
+        return self._config.model_copy(update={"router": router.model_copy(update=kept)})
 
     def _free_again(self, port: int) -> int:
         with socket.socket() as probe:

@@ -122,6 +122,8 @@ class Supervisor:
         await guarded(loading, router.watch())
         await router.wait_registered(registry)
         await router.wait_ready(len(self._drafts))
+        if router.http_url:
+            self._reporter.progress(f"OpenAI clients find the model at {router.http_url}")
         self._remember(phase="ready", router_address=router.address)
         self._reporter.ready(router.address)
 

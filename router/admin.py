@@ -29,11 +29,14 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Answers for one router and the group that it owns."""
 
-    def __init__(self, group: Group, settings: SettingsFollower, *, cluster: str, router_id: str) -> None:
+    def __init__(
+        self, group: Group, settings: SettingsFollower, *, cluster: str, router_id: str, http_url: str = ""
+    ) -> None:
         self._group = group
         self._settings = settings
         self._cluster = cluster
         self._router_id = router_id
+        self._http_url = http_url
         self._started = time.monotonic()
 
     async def Status(  # noqa: N802
@@ -51,6 +54,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 running=snapshot.num_running if snapshot is not None else 0,
                 settings=self._settings.current.to_wire(),
                 uptime_s=time.monotonic() - self._started,
+                http_url=self._http_url,
             )
 
     async def GetSettings(  # noqa: N802

@@ -60,13 +60,29 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         request_id = request.request_id or uuid.uuid4().hex
+        asked = self.generate(request, request_id, context.time_remaining())
+        async with errors_as_status(context, log, f"request {request_id}"), contextlib.aclosing(asked) as responses:
+            async for response in responses:
+                yield response
+
+    async def generate(
+        self, request: generation_pb2.GenerateRequest, request_id: str, timeout_s: float | None = None
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse]:
+        """What ``Generate`` answers, for callers in this process. Close it: where text is still to come, that aborts.
+
+        ``request_id`` stands for the message's own, which may be empty. ``timeout_s`` of None takes the server's.
+
+        Raises:
+            InvalidRequest, Overloaded, Unavailable, Conflict: before the first response.
+            GenerationFailed, DeadlineExceeded, Unavailable: later.
+        """
         self.num_open += 1
         try:
-            async with errors_as_status(context, log, f"request {request_id}"):
-                if self.draining:
-                    raise Unavailable("the router is shutting down; send the request again")
-                admitted = await self._admit(request, request_id, context.time_remaining())
-                async for response in self._answer(admitted):
+            if self.draining:
+                raise Unavailable("the router is shutting down; send the request again")
+            admitted = await self._admit(request, request_id, timeout_s)
+            async with contextlib.aclosing(self._answer(admitted)) as responses:
+                async for response in responses:
                     yield response
         finally:
             self.num_open -= 1
@@ -102,7 +118,7 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
             return await self._grammars.run(checked)
         return await asyncio.to_thread(checked) if request.ByteSize() > LONG_TEXT else checked()
 
-    async def _answer(self, admitted: Admitted) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    async def _answer(self, admitted: Admitted) -> AsyncGenerator[generation_pb2.GenerateResponse]:
         request, answer = admitted.request, Answer(admitted, self._tokenizer)
         start = await self._owner.submit(request)
         try:

@@ -1,4 +1,4 @@
-"""One router: frontend, group owner and administration behind one gRPC port."""
+"""One router: frontend, group owner and administration behind one gRPC port, and the frontend over HTTP beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import contextlib
 import logging
 import os
 import time
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -36,6 +38,9 @@ from outrider.v1 import (
     group_pb2_grpc,
 )
 
+if TYPE_CHECKING:
+    from outrider.router.http.door import HttpDoor
+
 log = logging.getLogger(__name__)
 
 SERVICES = (
@@ -50,6 +55,7 @@ class RouterServer:
 
     Attributes:
         address: where it listens, once started.
+        http_url: where the OpenAI-compatible API is, once started; empty where it is off.
         group: the group that it owns.
     """
 
@@ -63,6 +69,7 @@ class RouterServer:
     ) -> None:
         """Raises ``ConfigError`` if the model's tokenizer cannot be read."""
         self.address = ""
+        self.http_url = ""
         self._config = config
         self._router_id = router_id
         self._tokenizer = TextTokenizer(config.target.model)
@@ -86,6 +93,7 @@ class RouterServer:
         )
         self._live = SettingsFollower(self._registry, initial, self._apply, poll_s=1.0)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._http = self._http_door() if config.router.http_port is not None else None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -105,7 +113,16 @@ class RouterServer:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._frontend, self._server)
         group = GroupServicer(self.group, self._tokenizer, self._grammars)
         group_pb2_grpc.add_GroupServiceServicer_to_server(group, self._server)
-        admin = AdminServicer(self.group, self._live, cluster=self._config.cluster, router_id=self._router_id)
+        if self._http is not None:
+            self._http.listen()
+            self.http_url = self._http.url
+        admin = AdminServicer(
+            self.group,
+            self._live,
+            cluster=self._config.cluster,
+            router_id=self._router_id,
+            http_url=self.http_url,
+        )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
@@ -125,7 +142,9 @@ class RouterServer:
             asyncio.create_task(self._live.run(), name="live settings"),
             asyncio.create_task(self._show(), name="registration"),
         ]
-        log.info("router %s listens on %s", self._router_id, self.address)
+        if self._http is not None:
+            self._tasks.append(asyncio.create_task(self._http.serve(), name="http"))
+        log.info("router %s listens on %s, HTTP: %s", self._router_id, self.address, self.http_url or "off")
 
     async def run(self) -> None:
         """Wait until a part of the router ends, and raise what it failed with."""
@@ -141,6 +160,8 @@ class RouterServer:
         deadline = time.monotonic() + grace_s
         while (self._frontend.num_open or self.group.num_unfinished) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # two counters of two objects; ends by itself
+        if self._http is not None:
+            await self._http.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -150,6 +171,31 @@ class RouterServer:
             await self._registry.withdraw("router", self._router_id)
         await self._registry.aclose()
         self._grammars.close()
+
+    def _http_door(self) -> HttpDoor:
+        """Raises ``ConfigError`` if the file of keys cannot be read."""
+        from outrider.router.http.app import Served, make_app
+        from outrider.router.http.door import HttpDoor
+        from outrider.router.http.keys import ApiKeys
+
+        router = self._config.router
+        served = Served(
+            frontend=self._frontend,
+            tokenizer=self._tokenizer,
+            names=router.served_model_name or (Path(self._config.target.model).name,),
+            max_model_len=lambda: self.group.info.max_model_len if self.group.info is not None else None,
+            state=self._state,
+            tool_call_parser=router.tool_call_parser,
+            with_metrics=router.per_request_spec_decode_metrics != "none",
+            keys=ApiKeys(router.api_key_file) if router.api_key_file is not None else None,
+        )
+        return HttpDoor(router, make_app(served))
+
+    def _state(self) -> str:
+        """ "ready", or why requests would not be answered."""
+        if self._frontend.draining:
+            return "draining"
+        return "ready" if self.group.is_attached else self.group.target.state
 
     def _apply(self, live: LiveSettings) -> None:
         self._frontend.defaults = Defaults(live.verifier)
@@ -162,11 +208,16 @@ class RouterServer:
         """Keep health and registration as they should be: known to others once it serves, and as long as it lives."""
         registered = False
         while True:
-            serving = self.group.is_attached and not self._frontend.draining
+            serving = self._state() == "ready"
             await self._report_health(serving=serving)
             registered = registered or serving
             if registered:
-                record = {"router_id": self._router_id, "address": self.address, "pid": os.getpid()}
+                record = {
+                    "router_id": self._router_id,
+                    "address": self.address,
+                    "http_url": self.http_url,
+                    "pid": os.getpid(),
+                }
                 try:
                     await self._registry.announce("router", self._router_id, record)
                 except Unavailable as error:

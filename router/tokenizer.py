@@ -66,17 +66,29 @@ class TextTokenizer:
         """
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text that the chat template makes of the messages. Raises ``InvalidRequest``."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the chat template makes of the messages. Raises ``InvalidRequest``.
+
+        ``tools``: functions that the model may call, as templates take them; ``extra``: further names for the template.
+        """
         if self._template is None:
             raise InvalidRequest("chat", "a chat", "absent: the model has no chat template; send text or token_ids")
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+                **{
+                    **self._special_tokens,
+                    **(extra or {}),
+                    "messages": [dict(message) for message in messages],
+                    "add_generation_prompt": True,
+                    "tools": tools,
+                    "documents": None,
+                }
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest("chat", _roles(messages), f"what the chat template takes: {error}") from error
@@ -168,5 +180,5 @@ def _read_template(folder: Path, settings: dict[str, Any]) -> jinja2.Template | 
         raise ConfigError(f"the chat template in {folder} is not valid: {error}") from error
 
 
-def _roles(messages: Sequence[Mapping[str, str]]) -> list[str]:
+def _roles(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [message.get("role", "") for message in messages]

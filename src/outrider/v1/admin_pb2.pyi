@@ -46,11 +46,14 @@ class StatusResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    HTTP_URL_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     router_id: _builtins.str
     queued: _builtins.int
     running: _builtins.int
     uptime_s: _builtins.float
+    http_url: _builtins.str
+    """Where the OpenAI-compatible API is, as http://HOST:PORT/v1; empty where it is off."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]: ...
     @_builtins.property
@@ -68,10 +71,11 @@ class StatusResponse(_message.Message):
         running: _builtins.int = ...,
         settings: Global___LiveSettings | None = ...,
         uptime_s: _builtins.float = ...,
+        http_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "drafts", b"drafts", "groups", b"groups", "queued", b"queued", "router_id", b"router_id", "running", b"running", "settings", b"settings", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "drafts", b"drafts", "groups", b"groups", "http_url", b"http_url", "queued", b"queued", "router_id", b"router_id", "running", b"running", "settings", b"settings", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

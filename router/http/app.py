@@ -1,0 +1,266 @@
+"""The routes: OpenAI's, and those by which users of vLLM look whether a server lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outrider import __version__
+from outrider.core.errors import OutriderError
+from outrider.router.frontend import LONG_TEXT, Frontend
+from outrider.router.http.answers import AnswerSettings, ChatAnswer, CompletionAnswer
+from outrider.router.http.errors import HttpError, http_error, shape_error
+from outrider.router.http.exchange import Exchange, error_response
+from outrider.router.http.fields import ChatRequest, CommonRequest, CompletionRequest, StreamOptions
+from outrider.router.http.keys import ApiKeys
+from outrider.router.http.tools import tool_parser, wanted_functions
+from outrider.router.http.translate import translate_chat, translate_completion
+from outrider.router.limits import check_request_id
+from outrider.router.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 << 20
+
+AnyRequest = TypeVar("AnyRequest", bound=CommonRequest)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is behind the routes.
+
+    Attributes:
+        names: of the model; answers carry the first.
+        max_model_len: positions of the longest sequence, once known.
+        state: "ready", or why not.
+        tool_call_parser: as in the settings.
+        with_metrics: whether answers tell what speculation did, where the request says nothing.
+        keys: None lets everybody in.
+    """
+
+    frontend: Frontend
+    tokenizer: TextTokenizer
+    names: tuple[str, ...]
+    max_model_len: Callable[[], int | None]
+    state: Callable[[], str]
+    tool_call_parser: str = "hermes"
+    with_metrics: bool = True
+    keys: ApiKeys | None = None
+
+
+def make_app(served: Served) -> ASGIApp:
+    """The application. It keeps nothing of a request once that is answered."""
+    routes = Routes(served)
+    table = {
+        ("POST", "/v1/chat/completions"): routes.chat,
+        ("POST", "/v1/completions"): routes.completions,
+        ("GET", "/v1/models"): routes.models,
+        ("GET", "/v1/models/{name:path}"): routes.model,
+        ("GET", "/health"): routes.health,
+        ("GET", "/ready"): routes.ready,
+        ("GET", "/version"): routes.version,
+        ("GET", "/load"): routes.load,
+    }
+    app = Starlette(
+        routes=[
+            *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in table.items()),
+            Route("/ping", routes.health, methods=["GET", "POST"]),
+        ],
+        exception_handlers={HttpError: _own_error, HTTPException: _no_such_route},
+    )
+    return KeyCheck(app, served.keys) if served.keys is not None else app
+
+
+class KeyCheck:
+    """Lets only those with a key through to ``/v1``; how the server does is no secret."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+            given = dict(scope["headers"]).get(b"authorization", b"").decode("utf-8", "surrogateescape")
+            if not self._keys.admit(given):
+                message = "the request needs a valid key in the header 'Authorization: Bearer KEY'"
+                error = HttpError(401, message, "authentication_error", code="invalid_api_key")
+                await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Routes:
+    """One method for each route."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._since = int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        asked, size = await _read(request, ChatRequest)
+        model, served = self._model(asked), self._served
+        names = {"prompt": "messages", "chat": "messages"}
+
+        def translated() -> Any:
+            with _refusals(names):
+                return translate_chat(asked, served.tokenizer), wanted_functions(asked)
+
+        messages, functions = await asyncio.to_thread(translated) if size > LONG_TEXT else translated()
+        settings = self._settings(asked, model, _answer_id(request, asked, "chatcmpl"), bool(asked.logprobs))
+        parsers = [tool_parser(asked, functions, served.tool_call_parser) for _ in range(settings.num_choices)]
+        answer = ChatAnswer(settings, parsers)
+        return Exchange(
+            served.frontend, messages, answer, stream=_stream(asked), headers=_headers(settings.id, "chatcmpl-")
+        )
+
+    async def completions(self, request: Request) -> Response:
+        asked, _ = await _read(request, CompletionRequest)
+        model = self._model(asked)
+        with _refusals({}):
+            translated = translate_completion(asked)
+        settings = self._settings(
+            asked,
+            model,
+            _answer_id(request, asked, "cmpl"),
+            asked.logprobs is not None,
+            num_prompts=len(translated.requests),
+        )
+        answer = CompletionAnswer(settings)
+        stream = _stream(asked)
+        return Exchange(
+            self._served.frontend, translated, answer, stream=stream, headers=_headers(settings.id, "cmpl-")
+        )
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._served.names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._served.names:
+            raise self._no_such_model(name)
+        return JSONResponse(self._card(name))
+
+    async def health(self, _: Request) -> Response:
+        return Response()
+
+    async def ready(self, _: Request) -> Response:
+        state = self._served.state()
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def load(self, _: Request) -> Response:
+        return JSONResponse({"server_load": self._served.frontend.num_open})
+
+    def _model(self, asked: CommonRequest) -> str:
+        names = self._served.names
+        if asked.model is not None and asked.model not in names:
+            raise self._no_such_model(asked.model)
+        return asked.model or names[0]
+
+    def _no_such_model(self, name: str) -> HttpError:
+        message = f"the model {name[:200]!r} is not served here; ask for one of {list(self._served.names)}"
+        return HttpError(404, message, param="model", code="model_not_found")
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "outrider",
+            "root": name,
+            "parent": None,
+            "max_model_len": self._served.max_model_len(),
+        }
+
+    def _settings(
+        self, asked: CommonRequest, model: str, answer_id: str, with_logprobs: bool, *, num_prompts: int = 1
+    ) -> AnswerSettings:
+        if asked.stream and asked.prompt_logprobs is not None:
+            raise HttpError(
+                400, "prompt_logprobs must be absent with stream", param="prompt_logprobs", code="invalid_value"
+            )
+        if asked.stream_options is not None and not asked.stream:
+            raise HttpError(
+                400, "stream_options must be absent without stream", param="stream_options", code="invalid_value"
+            )
+        wish = asked.per_request_spec_decode_metrics
+        return AnswerSettings(
+            id=answer_id,
+            model=model,
+            num_prompts=num_prompts,
+            num_choices=max(1, asked.n or 1),
+            with_logprobs=with_logprobs,
+            with_prompt_logprobs=asked.prompt_logprobs is not None,
+            with_metrics=self._served.with_metrics if wish is None else wish != "none",
+        )
+
+
+class _refusals:  # noqa: N801 - used like a function
+    """Within it, our exceptions become answers."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self._names = names
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OutriderError):
+            raise http_error(error, self._names) from error
+
+
+async def _read(request: Request, kind: type[AnyRequest]) -> tuple[AnyRequest, int]:
+    """The request, and how many bytes it had."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise HttpError(413, f"the body must be at most {MAX_BODY_BYTES} bytes long", code="request_too_large")
+    try:
+        if len(body) > LONG_TEXT:
+            return await asyncio.to_thread(kind.model_validate_json, bytes(body)), len(body)
+        return kind.model_validate_json(bytes(body)), len(body)
+    except ValidationError as error:
+        raise shape_error(error, bytes(body)) from error
+
+
+def _answer_id(request: Request, asked: CommonRequest, prefix: str) -> str:
+    own = asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
+    with _refusals({}):
+        check_request_id(own)  # it goes into the log and into headers
+    return f"{prefix}-{own}"
+
+
+def _headers(answer_id: str, prefix: str) -> dict[str, str]:
+    own = answer_id.removeprefix(prefix)
+    return {"x-request-id": own} if own.isascii() else {}
+
+
+def _stream(asked: CommonRequest) -> StreamOptions | None:
+    return (asked.stream_options or StreamOptions()) if asked.stream else None
+
+
+async def _own_error(_: Request, error: Exception) -> Response:
+    return error_response(cast(HttpError, error))
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    refused = cast(HTTPException, error)
+    message = f"{request.method} {request.url.path}: {refused.detail}"
+    code = "not_found" if refused.status_code == 404 else "method_not_allowed"
+    return error_response(HttpError(refused.status_code, message, code=code), refused.headers)

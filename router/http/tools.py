@@ -1,0 +1,291 @@
+"""Tools: which calls are forced, by which grammar, and what of a model's text is a call."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from outrider.core.errors import InvalidRequest
+from outrider.router.http.fields import ChatRequest, ChosenTool, Function
+
+Json = dict[str, Any]
+
+_DECODER = json.JSONDecoder()
+_DEFINITIONS = ("$defs", "definitions")
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Text of the answer that is no call."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A part of a call. The first one of each ``index`` carries ``id`` and ``name``."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+Piece = TextPiece | CallPiece
+
+
+class ToolParser(Protocol):
+    """Takes the text of one choice as it comes."""
+
+    def feed(self, text: str) -> Iterator[Piece]: ...
+
+    def finish(self) -> Iterator[Piece]:
+        """What was held back: the text is over."""
+        ...
+
+
+def wanted_functions(request: ChatRequest) -> dict[str, Function]:
+    """The functions that the model may call in this answer, by name. Raises ``InvalidRequest``."""
+    tools = request.tools or []
+    functions: dict[str, Function] = {}
+    for index, tool in enumerate(tools):
+        if tool.function.name in functions:
+            raise InvalidRequest(f"tools[{index}].function.name", tool.function.name, "a name that no other tool has")
+        functions[tool.function.name] = tool.function
+    choice = request.tool_choice
+    if choice in (None, "none"):
+        return functions if choice is None else {}
+    if not functions:
+        raise InvalidRequest("tool_choice", _shown(choice), "absent or 'none' without tools")
+    if isinstance(choice, ChosenTool):
+        if choice.function.name not in functions:
+            raise InvalidRequest("tool_choice.function.name", choice.function.name, f"one of {sorted(functions)}")
+        return {choice.function.name: functions[choice.function.name]}
+    return functions
+
+
+def forced_schema(request: ChatRequest, functions: dict[str, Function]) -> Json | None:
+    """The JSON schema of an answer that must be calls; None where the model is free. Raises ``InvalidRequest``.
+
+    A named function: its arguments. ``required``: a list of ``{"name", "arguments"}``, of one where calls in parallel
+    are not wanted.
+    """
+    if isinstance(request.tool_choice, ChosenTool):
+        (function,) = functions.values()
+        return _parameters(function)
+    if request.tool_choice != "required":
+        return None
+    shared: Json = {}
+    calls = []
+    for number, (name, function) in enumerate(functions.items()):
+        arguments = _with_shared_definitions(_parameters(function), shared, f"tools[{number}].function.parameters")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    item = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schema: Json = {"type": "array", "items": item, "minItems": 1}
+    if request.parallel_tool_calls is False:
+        schema["maxItems"] = 1
+    return {**schema, **shared}
+
+
+def tool_parser(request: ChatRequest, functions: dict[str, Function], style: str) -> ToolParser | None:
+    """What reads the calls of one choice; None where the answer is text. ``style``: ``router.tool_call_parser``."""
+    if not functions:
+        return None
+    if isinstance(request.tool_choice, ChosenTool):
+        return NamedCall(request.tool_choice.function.name)
+    if request.tool_choice == "required":
+        return CallList()
+    if style == "llama3_json":
+        return BareJsonCalls(functions)
+    return HermesCalls(functions)
+
+
+class NamedCall:
+    """The whole text is the arguments of one function."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def feed(self, text: str) -> Iterator[Piece]:
+        if text:
+            yield self._piece(text)
+
+    def finish(self) -> Iterator[Piece]:
+        if self._name is not None:
+            yield self._piece("")
+
+    def _piece(self, text: str) -> CallPiece:
+        name, self._name = self._name, None
+        return CallPiece(0, text, id=call_id() if name is not None else None, name=name)
+
+
+@dataclass
+class CallList:
+    """The whole text is a JSON list of calls. Each call is told when it is complete; one that is cut off is not."""
+
+    _text: str = ""
+    _at: int = 0
+    _count: int = 0
+
+    def feed(self, text: str) -> Iterator[Piece]:
+        self._text += text
+        while True:
+            start = self._text.find("{", self._at)
+            if start < 0 or "}" not in text:
+                return
+            try:
+                value, self._at = _DECODER.raw_decode(self._text, start)
+            except ValueError:
+                return
+            yield _whole_call(self._count, value)
+            self._count += 1
+
+    def finish(self) -> Iterator[Piece]:
+        return iter(())
+
+
+@dataclass
+class HermesCalls:
+    """Calls stand as JSON between ``<tool_call>`` and ``</tool_call>``, the rest is text (Hermes, Qwen).
+
+    What is between the two and is no call of a known function stays text.
+    """
+
+    functions: dict[str, Function]
+    _held: str = ""
+    _count: int = 0
+    _begin: str = field(default="<tool_call>", init=False)
+    _end: str = field(default="</tool_call>", init=False)
+
+    def feed(self, text: str) -> Iterator[Piece]:
+        self._held += text
+        while self._held:
+            start = self._held.find(self._begin)
+            if start < 0:
+                keep = _overlap(self._held, self._begin)
+                free, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+                if free:
+                    yield TextPiece(free)
+                return
+            if start > 0:
+                yield TextPiece(self._held[:start])
+                self._held = self._held[start:]
+            end = self._held.find(self._end)
+            if end < 0:
+                return
+            block, self._held = self._held[: end + len(self._end)], self._held[end + len(self._end) :]
+            yield self._call_or_text(block, block[len(self._begin) : end])
+
+    def finish(self) -> Iterator[Piece]:
+        held, self._held = self._held, ""
+        if held.startswith(self._begin):  # models leave the end out where the end of the text stands for it
+            yield self._call_or_text(held, held[len(self._begin) :])
+        elif held:
+            yield TextPiece(held)
+
+    def _call_or_text(self, block: str, inside: str) -> Piece:
+        calls = _calls_in(inside, self.functions)
+        if calls is None or len(calls) != 1:
+            return TextPiece(block)
+        self._count += 1
+        return _whole_call(self._count - 1, calls[0])
+
+
+@dataclass
+class BareJsonCalls:
+    """The text as a whole is calls as JSON, separated by ``;``, or else text (Llama 3)."""
+
+    functions: dict[str, Function]
+    _held: str = ""
+    _is_text: bool = False
+
+    def feed(self, text: str) -> Iterator[Piece]:
+        if self._is_text:
+            yield TextPiece(text)
+            return
+        self._held += text
+        begun = self._held.lstrip()
+        if begun and not begun.startswith("{"):
+            self._is_text = True
+            held, self._held = self._held, ""
+            yield TextPiece(held)
+
+    def finish(self) -> Iterator[Piece]:
+        calls = _calls_in(self._held, self.functions)
+        if calls is None:
+            if self._held:
+                yield TextPiece(self._held)
+            return
+        for index, call in enumerate(calls):
+            yield _whole_call(index, call)
+
+
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _whole_call(index: int, call: Json) -> CallPiece:
+    arguments = call.get("arguments", call.get("parameters"))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return CallPiece(index, text, id=call_id(), name=call["name"])
+
+
+def _calls_in(text: str, functions: dict[str, Function]) -> list[Json] | None:
+    """The calls that a text consists of; None where it is something else."""
+    calls: list[Json] = []
+    at = len(text) - len(text.lstrip())
+    while at < len(text):
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+        except ValueError:
+            return None
+        if not isinstance(value, dict) or value.get("name") not in functions:
+            return None
+        calls.append(value)
+        rest = text[at:].lstrip(" \t\r\n;")
+        at = len(text) - len(rest)
+    return calls or None
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters at the end of ``text`` that may be the beginning of ``mark``."""
+    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _parameters(function: Function) -> Json:
+    if function.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return function.parameters
+
+
+def _with_shared_definitions(schema: Json, shared: Json, spelt: str) -> Json:
+    """The schema with its definitions moved to ``shared``, where references from within a larger schema find them."""
+    own = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+    for key in _DEFINITIONS:
+        for name, definition in (schema.get(key) or {}).items():
+            known = shared.setdefault(key, {}).setdefault(name, definition)
+            if known != definition:
+                raise InvalidRequest(f"{spelt}.{key}.{name}", name, "the same in all tools, or of another name")
+    return own
+
+
+def _shown(choice: Any) -> Any:
+    return choice.model_dump() if isinstance(choice, ChosenTool) else choice
+
+
+def template_tools(request: ChatRequest, functions: dict[str, Function]) -> Sequence[Json] | None:
+    """The tools as chat templates take them; None where the model is not to know of any."""
+    if not functions:
+        return None
+    named = [tool for tool in request.tools or [] if tool.function.name in functions]
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in named]
