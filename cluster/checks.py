@@ -72,3 +72,10 @@ def check_router_port(config: ClusterConfig) -> None:
             raise ConfigError(
                 f"router.port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
             ) from error
+
+
+def require_others(config: ClusterConfig) -> None:
+    """Raises ``ConfigError`` if the settings leave Redis or Ray to be started here."""
+    for field, value in (("redis.url", config.redis.url), ("ray.address", config.ray.address)):
+        if value is None:
+            raise ConfigError(f"{field} is missing: `outrider supervise` starts neither Redis nor Ray")
