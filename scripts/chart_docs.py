@@ -41,7 +41,7 @@ class Value:
 
 
 def read_values(source: str) -> list[Value]:
-    """The documented keys in order, and the mappings that hold them. Raises ``ValueError`` where a comment is missing."""
+    """The documented keys in order, and the mappings that hold them. Raises ``ValueError`` if one lacks a comment."""
     tree = yaml.safe_load(source)
     values: list[Value] = []
     path: list[str] = []
