@@ -113,18 +113,23 @@ gpus: {{ $gpus }}
 {{- if and .Values.tls.enabled (not .Values.tls.existingSecret) (not .Values.tls.certManager.issuerName) }}
 {{- fail "tls.certManager.issuerName is missing: tls.enabled is true and tls.existingSecret names no secret" }}
 {{- end }}
+{{- range $key, $on := dict "tls.enabled" .Values.tls.enabled "routerSpec.http.apiKey.secretName" .Values.routerSpec.http.apiKey.secretName }}
+{{- if and $on (not $.Values.routerSpec.http.enabled) }}
+{{- fail (printf "%s is set, but routerSpec.http.enabled is false" $key) }}
+{{- end }}
+{{- end }}
 {{- if gt (int (default 0 .Values.routerSpec.maxNumSeqs)) (int $target.maxNumSeqs) }}
 {{- fail (printf "routerSpec.maxNumSeqs is %d, but target.maxNumSeqs allows %d" (int .Values.routerSpec.maxNumSeqs) (int $target.maxNumSeqs)) }}
 {{- end }}
 {{- if .Values.routerSpec.autoscaling.enabled }}
-{{- if not .Values.metrics.port }}{{- fail "metrics.port is 0, but routerSpec.autoscaling.enabled needs metrics" }}{{- end }}
+{{- if not .Values.metrics.enabled }}{{- fail "metrics.enabled is false, but routerSpec.autoscaling.enabled needs metrics" }}{{- end }}
 {{- if gt (int .Values.routerSpec.autoscaling.minReplicas) (int .Values.routerSpec.autoscaling.maxReplicas) }}
 {{- fail "routerSpec.autoscaling.minReplicas is above routerSpec.autoscaling.maxReplicas" }}
 {{- end }}
 {{- end }}
 {{- range $kind := list "serviceMonitor" "prometheusRule" }}
-{{- if and (get $.Values.metrics $kind).enabled (not $.Values.metrics.port) }}
-{{- fail (printf "metrics.port is 0, but metrics.%s.enabled needs metrics" $kind) }}
+{{- if and (get $.Values.metrics $kind).enabled (not $.Values.metrics.enabled) }}
+{{- fail (printf "metrics.enabled is false, but metrics.%s.enabled needs metrics" $kind) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -100,19 +100,35 @@ runtimeClassName: {{ . }}
 {{- toYaml $resources }}
 {{- end }}
 
-{{- define "outrider.tlsMount" -}}
+{{/* What is secret in a router: key pair and keys of clients. */}}
+{{- define "outrider.secretMounts" -}}
 {{- if .Values.tls.enabled }}
 - name: tls
   mountPath: {{ include "outrider.tlsFolder" . }}
   readOnly: true
 {{- end }}
+{{- if .Values.routerSpec.http.apiKey.secretName }}
+- name: api-keys
+  mountPath: {{ include "outrider.apiKeyFolder" . }}
+  readOnly: true
+{{- end }}
 {{- end }}
 
-{{- define "outrider.tlsVolume" -}}
+{{- define "outrider.secretVolumes" -}}
 {{- if .Values.tls.enabled }}
 - name: tls
   secret:
     secretName: {{ include "outrider.tlsSecretName" . }}
     defaultMode: 0440
+{{- end }}
+{{- with .Values.routerSpec.http.apiKey }}
+{{- if .secretName }}
+- name: api-keys
+  secret:
+    secretName: {{ .secretName }}
+    defaultMode: 0440
+    items:
+      - {key: {{ .secretKey }}, path: keys}
+{{- end }}
 {{- end }}
 {{- end }}

@@ -5,6 +5,7 @@ anywhere else in the chart.
 
 {{- define "outrider.settingsFolder" -}}/etc/outrider{{- end }}
 {{- define "outrider.tlsFolder" -}}/etc/outrider-tls{{- end }}
+{{- define "outrider.apiKeyFolder" -}}/etc/outrider-api-keys{{- end }}
 {{- define "outrider.stateFolder" -}}/var/lib/outrider{{- end }}
 {{- define "outrider.settingsFile" -}}{{ include "outrider.settingsFolder" . }}/outrider.yaml{{- end }}
 
@@ -46,20 +47,6 @@ anywhere else in the chart.
   value: "0"
 - name: HF_HUB_OFFLINE
   value: "1"
-{{- end }}
-
-{{/* What a client of the routers in this namespace needs where they serve TLS. */}}
-{{- define "outrider.clientTlsEnv" -}}
-{{- if .Values.tls.enabled }}
-- name: OUTRIDER_SSL_CA_CERTS
-  value: {{ include "outrider.tlsFolder" . }}/ca.crt
-{{- if .Values.tls.requireClientCertificate }}
-- name: OUTRIDER_SSL_CERTFILE
-  value: {{ include "outrider.tlsFolder" . }}/tls.crt
-- name: OUTRIDER_SSL_KEYFILE
-  value: {{ include "outrider.tlsFolder" . }}/tls.key
-{{- end }}
-{{- end }}
 {{- end }}
 
 {{/* The variable that the settings take the password of Redis from. */}}
@@ -141,8 +128,12 @@ anywhere else in the chart.
 {{- $_ := set $router "max_prefill_slowdown" $spec.maxPrefillSlowdown }}
 {{- $_ := set $router "default_timeout_s" $spec.defaultTimeoutS }}
 {{- with $spec.maxNumSeqs }}{{- $_ := set $router "max_num_seqs" . }}{{- end }}
-{{- with $spec.httpPort }}{{- $_ := set $router "http_port" . }}{{- end }}
-{{- with .Values.metrics.port }}{{- $_ := set $router "metrics_port" . }}{{- end }}
+{{- if $spec.http.enabled }}
+{{- $_ := set $router "http_port" $spec.http.port }}
+{{- with $spec.http.servedModelName }}{{- $_ := set $router "served_model_name" . }}{{- end }}
+{{- if $spec.http.apiKey.secretName }}{{- $_ := set $router "api_key_file" (printf "%s/keys" (include "outrider.apiKeyFolder" .)) }}{{- end }}
+{{- end }}
+{{- if .Values.metrics.enabled }}{{- $_ := set $router "metrics_port" .Values.metrics.port }}{{- end }}
 {{- if .Values.tls.enabled }}
 {{- $folder := include "outrider.tlsFolder" . }}
 {{- $_ := set $router "ssl_certfile" (printf "%s/tls.crt" $folder) }}
@@ -162,14 +153,9 @@ anywhere else in the chart.
 {{- toYaml $settings }}
 {{- end }}
 
-{{/* Probes of a router. Kubernetes' gRPC probe speaks no TLS: then the port is all that can be looked at from outside. */}}
+{{/* Probes of a router, in which .service is a name in its health service. */}}
 {{- define "outrider.routerProbe" -}}
-{{- if .root.Values.tls.enabled }}
-exec:
-  command: [outrider, health, --address=127.0.0.1:{{ .root.Values.routerSpec.containerPort }}, --service={{ .service }}]
-{{- else }}
 grpc:
   port: {{ .root.Values.routerSpec.containerPort }}
   service: {{ .service | quote }}
-{{- end }}
 {{- end }}

@@ -20,9 +20,9 @@ KUBERNETES = ("1.28", "1.34", "1.37")
 FOREIGN = ("ray.io", "monitoring.coreos.com", "cert-manager.io")
 EVERYTHING: dict[str, Any] = {
     "models": {"create": True},
-    "routerSpec": {"httpPort": 8000, "autoscaling": {"enabled": True}, "replicaCount": 2},
+    "routerSpec": {"http": {"enabled": True, "apiKey": {"secretName": "keys"}}, "autoscaling": {"enabled": True}, "replicaCount": 2},
     "metrics": {
-        "port": 9090,
+        "enabled": True,
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "prometheusRule": {"enabled": True},
         "dashboards": {"enabled": True},
@@ -117,9 +117,10 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("drafts", {"drafts": [{"name": "a", "model": "/m"}, {"name": "a", "model": "/m"}]}),
     ("target.resources.limits.cpu", {"target": {"tensorParallelSize": 16}}),
     ("tls.certManager.issuerName", {"tls": {"enabled": True}}),
+    ("routerSpec.http.enabled", {"tls": {"enabled": True, "existingSecret": "pair"}}),
     ("routerSpec.maxNumSeqs", {"routerSpec": {"maxNumSeqs": 65}}),
-    ("metrics.port", {"metrics": {"serviceMonitor": {"enabled": True}}}),
-    ("metrics.port", {"routerSpec": {"autoscaling": {"enabled": True}}}),
+    ("metrics.enabled", {"metrics": {"serviceMonitor": {"enabled": True}}}),
+    ("metrics.enabled", {"routerSpec": {"autoscaling": {"enabled": True}}}),
     ("redis.external.host", {"redis": {"enabled": False}}),
 ]
 
