@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The steps of the Dockerfile that need no container engine; the tests run them too.
 #   image.sh dependencies VENV cpu|cuda [INDEX]   everything but Outrider, at the versions of constraints.txt
+#   image.sh requirements VENV                    what the second half of `dependencies` installs, one a line
 #   image.sh package VENV                         Outrider itself, as a wheel; works without a network
 #   image.sh sbom VENV FILE                       what is installed, as CycloneDX in JSON
 set -euo pipefail
@@ -20,16 +21,20 @@ dependencies)
     install $torch
     install numpy "setuptools>=77" wheel ninja
     DS_BUILD_OPS=0 install --no-build-isolation deepspeed
-    # The extras' words, without Outrider, whose source is not there yet.
-    "$venv/bin/python" - << 'PY' > "$venv/requirements.txt"
+    scripts/image.sh requirements "$venv" > "$venv/requirements.txt"
+    install --no-build-isolation --requirement "$venv/requirements.txt"
+    ;;
+requirements)
+    # The words of the extras, without Outrider, whose source need not be there yet.
+    "$venv/bin/python" - << 'PY'
 import tomllib
 
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
 words = [*project["dependencies"], *(word for name in ("router", "engine", "worker") for word in extras[name])]
-print("\n".join(word for word in words if not word.startswith("outrider[")))
+print("\n".join(sorted({word for word in words if not word.startswith("outrider[")})))
 PY
-    install --no-build-isolation --requirement "$venv/requirements.txt"
     ;;
 package)
     wheels=$(mktemp -d)

@@ -273,14 +273,16 @@ def test_the_program_runs_as_the_chart_says(trial: tuple[Rendered, Kubelet]) -> 
     answer = json.loads(kubelet.run(pod, container(pod, "generate"), timeout_s=120.0).splitlines()[-1])
     assert len(answer["token_ids"]) == 16
     with Client(address) as client:
-        status = client.status()
-        assert [draft["state"] for draft in status["drafts"]] == ["ready"]
+        kubelet.wait_for(
+            "the router has the draft", lambda: [draft["state"] for draft in client.status()["drafts"]] == ["ready"]
+        )
 
         # A roll-out: what runs is finished, nothing new is taken, and another router takes over.
         with client.stream("The with statement", max_tokens=200, ignore_eos=True) as stream:
             pieces = iter(stream)
             next(pieces)
             kubelet.processes["router"].send_signal(signal.SIGTERM)
+            kubelet.wait_for("the router is not ready any more", lambda: not probed("readinessProbe"))
             for _ in pieces:
                 pass
         assert stream.completion.finish_reason == "length"

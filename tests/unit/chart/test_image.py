@@ -10,10 +10,12 @@ import subprocess
 import sys
 import venv
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from outrider_chart import CHART, ROOT
 
@@ -96,6 +98,21 @@ def test_the_chart_fits_the_image() -> None:
     for model in (trial["target"]["model"], trial["drafts"][0]["model"]):
         assert model.startswith(f"{models}/")
         assert (ROOT / "models" / model.removeprefix(f"{models}/") / "config.json").is_file()
+
+
+def test_the_dependencies_are_those_of_routers_and_workers() -> None:
+    """What the step `dependencies` asks for is what this environment has, torch and DeepSpeed among it."""
+    done = subprocess.run(
+        [ROOT / "scripts" / "image.sh", "requirements", sys.prefix],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    wanted = [Requirement(line) for line in done.stdout.splitlines()]
+    assert {"torch", "deepspeed", "ray", "transformers", "redis", "grpcio", "typer"} <= {item.name for item in wanted}
+    for item in wanted:
+        assert item.specifier.contains(version(item.name)), item
 
 
 def test_the_package_is_made_and_listed_without_a_network(tmp_path: Path) -> None:
