@@ -75,7 +75,7 @@ def test_every_value_of_an_engine_arrives() -> None:
         assert (engine.num_kv_blocks, engine.max_num_batched_tokens, engine.max_num_seqs) == (100, 512, 32)
         assert engine.num_threads == 3
     assert (config.target.model, config.target.step_timeout_s) == ("/m/target", 60)
-    assert (config.target.placement_strategy, config.target.tensor_parallel_size) == ("SPREAD", 1)
+    assert (config.target.placement_strategy, config.target.tensor_parallel_size) == ("SPREAD", 2)
     assert (config.drafts[0].top_m, config.drafts[0].max_num_tokens, config.drafts[0].replicas) == (32, 8, 2)
     assert config.speculation.lookup_lengths == (2, 5)
     assert (config.speculation.num_speculative_tokens, config.speculation.verifier) == (6, "rejection")
