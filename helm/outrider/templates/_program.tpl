@@ -3,6 +3,10 @@ What the chart knows of the program: its commands, paths, variables, ports and s
 anywhere else in the chart.
 */}}
 
+{{/* Settings that the program has. One that it opens by itself must be turned off by null where it is not wanted. */}}
+{{- define "outrider.hasHttpPort" -}}{{- end }}
+{{- define "outrider.hasMetricsPort" -}}{{- end }}
+
 {{- define "outrider.settingsFolder" -}}/etc/outrider{{- end }}
 {{- define "outrider.tlsFolder" -}}/etc/outrider-tls{{- end }}
 {{- define "outrider.apiKeyFolder" -}}/etc/outrider-api-keys{{- end }}
@@ -132,8 +136,11 @@ anywhere else in the chart.
 {{- $_ := set $router "http_port" $spec.http.port }}
 {{- with $spec.http.servedModelName }}{{- $_ := set $router "served_model_name" . }}{{- end }}
 {{- if $spec.http.apiKey.secretName }}{{- $_ := set $router "api_key_file" (printf "%s/keys" (include "outrider.apiKeyFolder" .)) }}{{- end }}
+{{- else if include "outrider.hasHttpPort" . }}{{- $_ := set $router "http_port" nil }}
 {{- end }}
-{{- if .Values.metrics.enabled }}{{- $_ := set $router "metrics_port" .Values.metrics.port }}{{- end }}
+{{- if .Values.metrics.enabled }}{{- $_ := set $router "metrics_port" .Values.metrics.port }}
+{{- else if include "outrider.hasMetricsPort" . }}{{- $_ := set $router "metrics_port" nil }}
+{{- end }}
 {{- if .Values.tls.enabled }}
 {{- $folder := include "outrider.tlsFolder" . }}
 {{- $_ := set $router "ssl_certfile" (printf "%s/tls.crt" $folder) }}

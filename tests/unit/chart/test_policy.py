@@ -88,6 +88,23 @@ def test_secrets_come_from_secrets(rendered: Rendered) -> None:
     assert "${OUTRIDER_REDIS_PASSWORD}" in rendered.settings
 
 
+def test_what_is_referred_to_is_there(rendered: Rendered) -> None:
+    """Keys of secrets that the chart makes, and its config maps."""
+    secrets = {item["metadata"]["name"]: item["stringData"] for item in rendered.all("Secret")}
+    maps = {item["metadata"]["name"] for item in rendered.all("ConfigMap")}
+    checked = 0
+    for title, container in rendered.containers():
+        for variable in container.get("env", []):
+            reference = variable.get("valueFrom", {}).get("secretKeyRef", {})
+            if reference.get("name") in secrets:
+                assert reference["key"] in secrets[reference["name"]], f"{title}: {variable['name']}"
+                checked += 1
+    assert checked >= 4
+    for title, pod in rendered.pods():
+        for volume in pod.get("volumes", []):
+            assert volume.get("configMap", {"name": next(iter(maps))})["name"] in maps, title
+
+
 def test_every_long_running_container_is_probed(rendered: Rendered) -> None:
     for title, container in rendered.containers():
         if title.endswith((" generate", " supervisor")):

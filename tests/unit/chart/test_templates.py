@@ -83,14 +83,23 @@ def test_every_value_of_an_engine_arrives() -> None:
     assert (config.router.enable_prefix_caching, config.router.default_timeout_s) == (False, 30)
 
 
-def test_what_the_program_lacks_is_off() -> None:
-    """The chart's switches for HTTP and metrics follow the program: on as soon as it knows the settings."""
-    wanted = {"http_port": HTTP, "metrics_port": {"metrics": {"enabled": True}}}
-    for field, values in wanted.items():
-        settings = yaml.safe_load(render(None, values).settings)["router"]
-        assert settings[field]
-        if field in RouterConfig.model_fields:
-            config_of(render(None, values))
+SWITCHES: list[tuple[str, str, dict[str, Any]]] = [
+    ("http_port", "outrider.hasHttpPort", HTTP),
+    ("metrics_port", "outrider.hasMetricsPort", {"metrics": {"enabled": True}}),
+]
+
+
+@pytest.mark.parametrize(("field", "flag", "on"), SWITCHES, ids=[field for field, _, _ in SWITCHES])
+def test_ports_that_the_program_opens_are_those_that_are_asked_for(field: str, flag: str, on: dict[str, Any]) -> None:
+    assert yaml.safe_load(render(None, on).settings)["router"][field] > 0
+    known = field in RouterConfig.model_fields
+    text = (CHART / "templates" / "_program.tpl").read_text()
+    match = re.search(rf'define "{flag}" -}}}}(.*?){{{{- end', text)
+    assert match is not None
+    assert bool(match[1]) == known, f"{flag} in _program.tpl must say {'true' if known else 'nothing'}"
+    if known:
+        assert getattr(config_of(render(None, on)).router, field) > 0
+        assert getattr(config_of(render(None)).router, field) is None
 
 
 def test_key_pair_and_api_keys_are_mounted_where_the_settings_say() -> None:
