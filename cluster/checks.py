@@ -80,3 +80,10 @@ def _check_port(field: str, host: str, port: int) -> None:
             raise ConfigError(
                 f"{field}: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
             ) from error
+
+
+def require_others(config: ClusterConfig) -> None:
+    """Raises ``ConfigError`` if the settings leave Redis or Ray to be started here."""
+    for field, value in (("redis.url", config.redis.url), ("ray.address", config.ray.address)):
+        if value is None:
+            raise ConfigError(f"{field} is missing: `outrider supervise` starts neither Redis nor Ray")

@@ -25,6 +25,8 @@ from outrider.cluster.commands.common import (
 )
 from outrider.cluster.commands.generate import generate
 from outrider.cluster.commands.profile import profile
+from outrider.cluster.commands.router import router
+from outrider.cluster.commands.supervise import supervise
 from outrider.core.errors import OutriderError
 
 app = typer.Typer(
@@ -84,6 +86,8 @@ app.command("generate")(generate)
 app.command("check-exactness")(check_exactness)
 app.command("profile")(profile)
 app.command("bench")(bench)
+app.command("router")(router)
+app.command("supervise")(supervise)
 
 
 @app.command()

@@ -1,4 +1,5 @@
 """The process behind ``outrider up``: starts Redis, Ray, ranks, drafts and router, watches them, stops them.
+Behind ``outrider supervise`` it is ranks and drafts alone: Redis, Ray and routers are other people's.
 
 ``python -m outrider.cluster.supervisor -f FILE [--report-fd N]`` is the detached form; with ``--report-fd`` progress
 goes to that pipe as records (see ``report``).
@@ -14,16 +15,17 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.cluster.checks import check_models, check_router_port
+from outrider.cluster.checks import check_models, check_router_port, require_others
 from outrider.cluster.config import ClusterConfig, load_config
 from outrider.cluster.draft_pool import DraftProcess
 from outrider.cluster.keeper import keep
-from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, threads_per_actor
+from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, shortage, threads_per_actor
 from outrider.cluster.ray_cluster import RayCluster, host_and_port
 from outrider.cluster.redis_server import LOOPBACK, RedisServer, address_towards
 from outrider.cluster.registry import Registry, masked
@@ -39,13 +41,26 @@ log = logging.getLogger(__name__)
 Part = TypeVar("Part")
 
 POLL_S = 0.25
+ROOM_POLL_S = 1.0
 
 
 class Supervisor:
     """One cluster from ``run`` to the end of ``run``."""
 
-    def __init__(self, config: ClusterConfig, settings_file: Path, folder: StateFolder, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        settings_file: Path,
+        folder: StateFolder,
+        reporter: Reporter,
+        *,
+        with_router: bool = True,
+        room_timeout_s: float = 0.0,
+    ) -> None:
+        """``room_timeout_s``: how long to wait for nodes of Ray that the target fits on."""
         self._config = config
+        self._with_router = with_router
+        self._room_timeout_s = room_timeout_s
         self._folder = folder
         self._reporter = reporter
         self._state = ClusterState(config.cluster, os.getpid(), "starting", settings_file=str(settings_file))
@@ -96,7 +111,8 @@ class Supervisor:
         redis_url = await self._start_redis()
         self._registry = registry = Registry(redis_url, self._config.cluster)
         await registry.check()
-        placement = await self._start_ray()
+        await self._start_ray()
+        placement = await self._room()
         self._group = group = TargetGroup(
             self._ray,
             placement,
@@ -111,14 +127,21 @@ class Supervisor:
             for seat in placement.drafts
         ]
         self._seats = placement.drafts
-        self._router = router = RouterProcess(self._config, self._folder.path, redis_url)
-        router.launch()
-        self._remember()
+        if self._with_router:
+            self._router = RouterProcess(self._config, self._folder.path, redis_url)
+            self._router.launch()
+            self._remember()
         ranks = self._config.target.tensor_parallel_size
         self._reporter.progress(f"loading the target {self._config.target.model} on {ranks} rank(s)")
         for draft in self._drafts:
             self._reporter.progress(f"starting the draft {draft.draft_id}")
         loading = all_or_first_error(self._build_group(), *(self._start_draft(draft) for draft in self._drafts))
+        if self._router is None:
+            await loading
+            self._remember(phase="ready")
+            self._reporter.progress("ready: the target and its drafts serve")
+            return
+        router = self._router
         await guarded(loading, router.watch())
         await router.wait_registered(registry)
         await router.wait_ready(len(self._drafts))
@@ -150,8 +173,7 @@ class Supervisor:
         except OSError as error:
             raise Unavailable(f"Ray at {address} cannot be reached ({error.strerror}); correct ray.address") from error
 
-    async def _start_ray(self) -> ClusterPlacement:
-        placement = plan_placement(self._config)
+    async def _start_ray(self) -> None:
         self._ray.prepare()
         if self._ray.scratch is not None:
             self._remember(scratch=(str(self._ray.scratch),))
@@ -160,11 +182,24 @@ class Supervisor:
             self._reporter.progress(f"joining Ray at {self._config.ray.address}")
         self._ray_started = True
         # In this thread: Ray ties its processes to the thread that started them.
-        self._ray.start(placement.num_actors)
+        self._ray.start(plan_placement(self._config).num_actors)
         self._listen()  # Ray takes SIGTERM for itself
         self._remember(ray_address=self._ray.address)
-        gpus = sum(node.total.get("GPU", 0.0) for node in self._ray.nodes())
-        return plan_placement(self._config, num_gpus=gpus)
+
+    async def _room(self) -> ClusterPlacement:
+        """The placement on the nodes that are there, once they have room for the target or time is up."""
+        deadline = time.monotonic() + self._room_timeout_s
+        told = None
+        while True:
+            nodes = self._ray.nodes()
+            placement = plan_placement(self._config, num_gpus=sum(node.total.get("GPU", 0.0) for node in nodes))
+            lacking = shortage(placement.bundles, nodes)
+            if lacking is None or time.monotonic() > deadline:
+                return placement
+            if lacking != told:
+                told = lacking
+                self._reporter.progress(f"waiting for nodes of Ray: {lacking}")
+            await asyncio.sleep(ROOM_POLL_S)
 
     async def _build_group(self) -> None:
         group = _need(self._group)
@@ -203,13 +238,14 @@ class Supervisor:
     # ---- watch ----
 
     async def _watch(self) -> None:
-        group, router = _need(self._group), _need(self._router)
+        group = _need(self._group)
         report = self._reporter.progress
         keepers = [
             keep("the target group", group.watch, self._build_group, report),
-            keep("the router", router.watch, self._start_router, report),
             *(keep("a draft", draft.watch, partial(self._start_draft, draft), report) for draft in self._drafts),
         ]
+        if self._router is not None:
+            keepers.append(keep("the router", self._router.watch, self._start_router, report))
         if self._redis is not None:
             keepers.append(keep("redis-server", self._watch_redis, self._restart_redis, report))
         await all_or_first_error(*keepers)
@@ -251,26 +287,36 @@ def _need(part: Part | None) -> Part:
     return part
 
 
-def supervise(settings_file: Path, *, report_fd: int | None = None) -> int:
+def supervise(
+    settings_file: Path, *, report_fd: int | None = None, apart: bool = False, room_timeout_s: float = 0.0
+) -> int:
     """Run a cluster in this process until it is told to stop. Answers the exit code; errors were reported by then.
 
-    Progress goes to the standard error of before, or as records to ``report_fd``.
+    Progress goes to the standard error of before, or as records to ``report_fd``. ``apart``: Redis, Ray and routers
+    are run by others, and the log goes to standard error, where whoever runs a container looks for it.
     """
     settings_file = settings_file.resolve()
     reporter = Reporter(os.dup(2) if report_fd is None else report_fd, as_records=report_fd is not None)
     try:
         config = load_config(settings_file)
+        if apart:
+            require_others(config)
         folder = StateFolder(config.cluster)
-        with folder.hold(), output_to(folder.log_file, for_good=report_fd is not None):
+        log_to_file = partial(output_to, folder.log_file, for_good=report_fd is not None)
+        with folder.hold(), contextlib.nullcontext() if apart else log_to_file():
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
             check_models(config)
-            check_router_port(config)
+            if not apart:
+                check_router_port(config)
             # Ray puts the working directory on the workers' import path: let there be nothing to import.
             os.chdir(folder.path)
             # Programs of this virtual environment, such as ninja, also where it was not activated.
             os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
             try:
-                asyncio.run(Supervisor(config, settings_file, folder, reporter).run())
+                supervisor = Supervisor(
+                    config, settings_file, folder, reporter, with_router=not apart, room_timeout_s=room_timeout_s
+                )
+                asyncio.run(supervisor.run())
             except OutriderError as error:
                 log.error("%s", error)
                 raise

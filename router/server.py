@@ -49,6 +49,9 @@ SERVICES = (
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
 
+# A name in the health service that is SERVING as long as the router answers, whether or not it takes requests.
+LIVENESS = "liveness"
+
 
 class RouterServer:
     """Use it as an async context manager: it serves inside, and drains when it is left by ``stop``.
@@ -228,3 +231,5 @@ class RouterServer:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *SERVICES):
             await self._health.set(service, status)
+        # Whoever restarts routers that are stuck asks for this one: a router that waits or drains is well.
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)

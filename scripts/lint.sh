@@ -17,6 +17,7 @@ check "mypy" mypy
 check "lint-imports" lint-imports --no-cache
 check "buf lint" buf lint
 check "buf breaking" scripts/breaking.sh
+check "chart's values" python scripts/chart_docs.py --check
 check "generated stubs" scripts/proto.sh --check
 
 if [ ${#failed[@]} -gt 0 ]; then

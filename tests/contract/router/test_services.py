@@ -342,6 +342,7 @@ async def test_health_and_reflection(world: Any) -> None:
             return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
 
         assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING
         target = await world.target()
 
         async def serves() -> bool:

@@ -1,0 +1,135 @@
+{{/* At most 40 characters: KubeRay and the parts add theirs. */}}
+{{- define "outrider.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride }}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
+{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "outrider.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "outrider.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "outrider.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "outrider.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "outrider.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: outrider
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Without the chart's version: pods are not to be made anew for a new chart that changes nothing of theirs. */}}
+{{- define "outrider.podLabels" -}}
+{{ include "outrider.selectorLabels" . }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "outrider.serviceAccountName" -}}
+{{- ternary (default (include "outrider.fullname" .) .Values.serviceAccount.name) (default "default" .Values.serviceAccount.name) .Values.serviceAccount.create }}
+{{- end }}
+
+{{- define "outrider.image" -}}
+{{- with .Values.image }}
+{{- if .digest }}{{ .repository }}@{{ .digest }}
+{{- else }}{{ .repository }}:{{ default (printf "%s-%s" $.Chart.AppVersion .variant) .tag }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "outrider.redisSecretName" -}}
+{{- default (printf "%s-redis" (include "outrider.fullname" .)) .Values.redis.auth.existingSecret }}
+{{- end }}
+
+{{- define "outrider.redisHasPassword" -}}
+{{- if or .Values.redis.enabled .Values.redis.external.passwordRequired }}true{{- end }}
+{{- end }}
+
+{{- define "outrider.redisAddress" -}}
+{{- if .Values.redis.enabled }}{{ include "outrider.fullname" . }}-redis:{{ .Values.redis.port }}
+{{- else }}{{ required "redis.external.host is missing: redis.enabled is false" .Values.redis.external.host }}:{{ .Values.redis.port }}
+{{- end }}
+{{- end }}
+
+{{- define "outrider.tlsSecretName" -}}
+{{- default (printf "%s-tls" (include "outrider.fullname" .)) .Values.tls.existingSecret }}
+{{- end }}
+
+{{- define "outrider.rayAuthSecretName" -}}
+{{- default (include "outrider.fullname" .) .Values.rayCluster.auth.existingSecret }}
+{{- end }}
+
+{{/* The pools, each with its defaults, as a YAML list. */}}
+{{- define "outrider.drafts" -}}
+{{- $drafts := list }}
+{{- range .Values.drafts }}
+{{- $draft := mergeOverwrite (deepCopy $.Values.draftDefaults) (deepCopy .) }}
+{{- $drafts = append $drafts $draft }}
+{{- end }}
+{{- toYaml $drafts }}
+{{- end }}
+
+{{- define "outrider.ranksPerNode" -}}
+{{- div (int .Values.target.tensorParallelSize) (int .Values.target.nodes) }}
+{{- end }}
+
+{{/* Draft workers that sit with rank 0: all, and those on GPUs. */}}
+{{- define "outrider.guests" -}}
+{{- $all := 0 }}{{- $gpus := 0 }}
+{{- range (include "outrider.drafts" . | fromYamlArray) }}
+{{- if eq .placement "sameNode" }}
+{{- $all = add $all (int .replicas) }}
+{{- if eq .device "cuda" }}{{- $gpus = add $gpus (int .replicas) }}{{- end }}
+{{- end }}
+{{- end }}
+all: {{ $all }}
+gpus: {{ $gpus }}
+{{- end }}
+
+{{/* What the schema cannot say. */}}
+{{- define "outrider.check" -}}
+{{- $target := .Values.target }}
+{{- if mod (int $target.tensorParallelSize) (int $target.nodes) }}
+{{- fail (printf "target.nodes is %d, which does not divide target.tensorParallelSize, %d" (int $target.nodes) (int $target.tensorParallelSize)) }}
+{{- end }}
+{{- $names := list }}
+{{- range .Values.drafts }}
+{{- if has .name $names }}{{- fail (printf "drafts: the name %q is there twice" .name) }}{{- end }}
+{{- $names = append $names .name }}
+{{- end }}
+{{- $needed := add (int (include "outrider.ranksPerNode" .)) (index (include "outrider.guests" . | fromYaml) "all") | int }}
+{{- $cpu := toString $target.resources.limits.cpu }}
+{{- if and (regexMatch "^[0-9]+$" $cpu) (lt (int $cpu) $needed) }}
+{{- fail (printf "target.resources.limits.cpu is %s, but the ranks and drafts of a pod take a CPU each: %d" $cpu $needed) }}
+{{- end }}
+{{- if and .Values.tls.enabled (not .Values.tls.existingSecret) (not .Values.tls.certManager.issuerName) }}
+{{- fail "tls.certManager.issuerName is missing: tls.enabled is true and tls.existingSecret names no secret" }}
+{{- end }}
+{{- range $key, $on := dict "tls.enabled" .Values.tls.enabled "routerSpec.http.apiKey.secretName" .Values.routerSpec.http.apiKey.secretName }}
+{{- if and $on (not $.Values.routerSpec.http.enabled) }}
+{{- fail (printf "%s is set, but routerSpec.http.enabled is false" $key) }}
+{{- end }}
+{{- end }}
+{{- if gt (int (default 0 .Values.routerSpec.maxNumSeqs)) (int $target.maxNumSeqs) }}
+{{- fail (printf "routerSpec.maxNumSeqs is %d, but target.maxNumSeqs allows %d" (int .Values.routerSpec.maxNumSeqs) (int $target.maxNumSeqs)) }}
+{{- end }}
+{{- if .Values.routerSpec.autoscaling.enabled }}
+{{- if not .Values.metrics.enabled }}{{- fail "metrics.enabled is false, but routerSpec.autoscaling.enabled needs metrics" }}{{- end }}
+{{- if gt (int .Values.routerSpec.autoscaling.minReplicas) (int .Values.routerSpec.autoscaling.maxReplicas) }}
+{{- fail "routerSpec.autoscaling.minReplicas is above routerSpec.autoscaling.maxReplicas" }}
+{{- end }}
+{{- end }}
+{{- range $kind := list "serviceMonitor" "prometheusRule" }}
+{{- if and (get $.Values.metrics $kind).enabled (not $.Values.metrics.enabled) }}
+{{- fail (printf "metrics.enabled is false, but metrics.%s.enabled needs metrics" $kind) }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,430 @@
+"""Each template: what values change in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.cluster.config import ClusterConfig, RouterConfig, parse_config
+from outrider.cluster.placement import NodeFacts, draft_node, plan_placement, shortage
+from outrider_chart import CHART, PROFILES, ROOT, Rendered, container, render, template
+
+# Of design and documentation; the dashboards and alerts ask for no other.
+METRICS = {
+    "outrider_num_requests_running",
+    "outrider_num_requests_waiting",
+    "outrider_kv_cache_usage_perc",
+    "outrider_prompt_tokens_total",
+    "outrider_generation_tokens_total",
+    "outrider_time_to_first_token_seconds_bucket",
+    "outrider_inter_token_latency_seconds_bucket",
+    "outrider_spec_decode_num_drafts_total",
+    "outrider_spec_decode_num_draft_tokens_total",
+    "outrider_spec_decode_num_accepted_tokens_total",
+    "outrider_spec_decode_num_accepted_tokens_per_pos_total",
+}
+HTTP = {"routerSpec": {"http": {"enabled": True}}}
+
+
+@pytest.fixture(autouse=True)
+def _password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_REDIS_PASSWORD", "secret")
+
+
+def config_of(rendered: Rendered) -> ClusterConfig:
+    return parse_config(rendered.settings, base=ROOT)
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize("profile", [*PROFILES, None])
+def test_the_program_takes_the_settings(profile: str | None) -> None:
+    config = config_of(render(profile))
+    assert config.redis.url == "redis://:secret@demo-outrider-redis:6379/0"
+    assert config.ray.address == "127.0.0.1:6379"
+    assert config.router.host == "0.0.0.0"
+
+
+def test_every_value_of_an_engine_arrives() -> None:
+    mine = {
+        **{"dtype": "float32", "device": "cpu", "quantization": "int8", "quantizationGroupSize": 64},
+        **{"kvCacheDtype": "bfloat16", "maxModelLen": 4096, "blockSize": 32, "numKvBlocks": 100},
+        **{"maxNumBatchedTokens": 512, "maxNumSeqs": 32, "numThreads": 3},
+    }
+    draft = {"name": "a", "model": "/m/draft", "topM": 32, "maxNumTokens": 8, "replicas": 2}
+    values = {
+        "target": {"model": "/m/target", "stepTimeoutS": 60, "placementStrategy": "SPREAD", "tensorParallelSize": 2}
+        | mine,
+        "drafts": [draft | mine],
+        "speculation": {"numSpeculativeTokens": 6, "verifier": "rejection", "promptLookupMin": 2, "promptLookupMax": 5},
+        "routerSpec": {"maxQueue": 9, "maxNumSeqs": 8, "enablePrefixCaching": False, "defaultTimeoutS": 30},
+        "clusterName": "mine",
+    }
+    config = config_of(render(None, values))
+    for engine in (config.target, config.drafts[0]):
+        assert (engine.dtype, engine.device, engine.quantization, engine.quantization_group_size) == (
+            *("float32", "cpu", "int8"),
+            64,
+        )
+        assert (engine.kv_cache_dtype, engine.max_model_len, engine.block_size) == ("bfloat16", 4096, 32)
+        assert (engine.num_kv_blocks, engine.max_num_batched_tokens, engine.max_num_seqs) == (100, 512, 32)
+        assert engine.num_threads == 3
+    assert (config.target.model, config.target.step_timeout_s) == ("/m/target", 60)
+    assert (config.target.placement_strategy, config.target.tensor_parallel_size) == ("SPREAD", 2)
+    assert (config.drafts[0].top_m, config.drafts[0].max_num_tokens, config.drafts[0].replicas) == (32, 8, 2)
+    assert config.speculation.lookup_lengths == (2, 5)
+    assert (config.speculation.num_speculative_tokens, config.speculation.verifier) == (6, "rejection")
+    assert (config.router.max_queue, config.router.max_num_seqs, config.cluster) == (9, 8, "mine")
+    assert (config.router.enable_prefix_caching, config.router.default_timeout_s) == (False, 30)
+
+
+SWITCHES: list[tuple[str, str, dict[str, Any]]] = [
+    ("http_port", "outrider.hasHttpPort", HTTP),
+    ("metrics_port", "outrider.hasMetricsPort", {"metrics": {"enabled": True}}),
+]
+
+
+@pytest.mark.parametrize(("field", "flag", "on"), SWITCHES, ids=[field for field, _, _ in SWITCHES])
+def test_ports_that_the_program_opens_are_those_that_are_asked_for(field: str, flag: str, on: dict[str, Any]) -> None:
+    assert yaml.safe_load(render(None, on).settings)["router"][field] > 0
+    known = field in RouterConfig.model_fields
+    text = (CHART / "templates" / "_program.tpl").read_text()
+    match = re.search(rf'define "{flag}" -}}}}(.*?){{{{- end', text)
+    assert match is not None
+    assert bool(match[1]) == known, f"{flag} in _program.tpl must say {'true' if known else 'nothing'}"
+    if known:
+        assert getattr(config_of(render(None, on)).router, field) > 0
+        assert getattr(config_of(render(None)).router, field) is None
+
+
+def test_key_pair_and_api_keys_are_mounted_where_the_settings_say() -> None:
+    values: dict[str, Any] = {
+        "routerSpec": {"http": {"enabled": True, "apiKey": {"secretName": "clients", "secretKey": "k"}}},
+        "tls": {"enabled": True, "existingSecret": "pair", "requireClientCertificate": True},
+    }
+    rendered = render(None, values)
+    router = yaml.safe_load(rendered.settings)["router"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container(rendered.router, "router")["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in rendered.router["volumes"]}
+    for field, name in (("ssl_certfile", "tls.crt"), ("ssl_keyfile", "tls.key"), ("ssl_ca_certs", "ca.crt")):
+        folder, _, file = router[field].rpartition("/")
+        assert file == name
+        assert volumes[mounts[folder]]["secret"]["secretName"] == "pair"
+    folder, _, file = router["api_key_file"].rpartition("/")
+    assert volumes[mounts[folder]]["secret"]["items"] == [{"key": "k", "path": file}]
+
+
+# ---- routers ----
+
+
+def test_a_router_gets_its_time_to_drain() -> None:
+    rendered = render(None, {"routerSpec": {"drainSeconds": 300}})
+    assert "--grace=300" in container(rendered.router, "router")["args"]
+    assert rendered.router["terminationGracePeriodSeconds"] > 300
+
+
+def test_probes_ask_the_health_service_of_the_router() -> None:
+    from outrider.router.server import LIVENESS, SERVICES
+
+    box = container(render(None).router, "router")
+    assert box["livenessProbe"]["grpc"] == {"port": 7070, "service": LIVENESS}
+    assert box["startupProbe"]["grpc"] == {"port": 7070, "service": LIVENESS}
+    assert box["readinessProbe"]["grpc"]["service"] in SERVICES
+    assert {"name": "grpc", "containerPort": 7070} in box["ports"]
+
+
+def test_routers_spread_and_are_never_all_evicted() -> None:
+    rendered = render(None)
+    keys = [rule["topologyKey"] for rule in rendered.router["topologySpreadConstraints"]]
+    assert keys == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+    budget = rendered.one("PodDisruptionBudget")["spec"]
+    labels = rendered.one("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"]["matchLabels"].items() <= labels.items()
+    off = render(None, {"routerSpec": {"topologySpread": False, "pdb": {"enabled": False}}})
+    assert "topologySpreadConstraints" not in off.router
+    assert off.all("PodDisruptionBudget") == []
+
+
+def test_routers_scale_by_queue_and_latency() -> None:
+    spec = {"autoscaling": {"enabled": True, "targetTimeToFirstTokenMs": 1500}}
+    rendered = render(None, {"routerSpec": spec, "metrics": {"enabled": True}})
+    scaler = rendered.one("HorizontalPodAutoscaler")["spec"]
+    assert scaler["scaleTargetRef"]["name"] == rendered.one("Deployment")["metadata"]["name"]
+    metrics = {item["pods"]["metric"]["name"]: item["pods"]["target"]["averageValue"] for item in scaler["metrics"]}
+    assert metrics == {"outrider_num_requests_waiting": "8", "outrider_time_to_first_token_seconds_mean": "1500m"}
+    assert "replicas" not in rendered.one("Deployment")["spec"]  # or each upgrade would undo the scaler's number
+    assert render(None).all("HorizontalPodAutoscaler") == []
+
+
+def test_the_service_leads_to_the_routers() -> None:
+    rendered = render(None, {**HTTP, "metrics": {"enabled": True}})
+    service = rendered.one("Service", "-router")["spec"]
+    template = rendered.one("Deployment")["spec"]["template"]
+    assert service["selector"].items() <= template["metadata"]["labels"].items()
+    ports = {port["name"] for port in container(template["spec"], "router")["ports"]}
+    assert {port["targetPort"] for port in service["ports"]} == ports == {"grpc", "http", "metrics"}
+
+
+# ---- Ray ----
+
+
+def test_the_supervisor_is_a_process_of_the_heads_node() -> None:
+    pod = render(None).head["template"]["spec"]
+    head, supervisor = container(pod, "ray-head"), container(pod, "supervisor")
+    assert pod["containers"][0] is head  # the one that KubeRay fills in
+    assert pod["shareProcessNamespace"] is True
+    shared = {mount["mountPath"] for mount in head["volumeMounts"]} & {
+        m["mountPath"] for m in supervisor["volumeMounts"]
+    }
+    assert {"/tmp", "/dev/shm"} <= shared
+    token = next(item for item in supervisor["env"] if item["name"] == "RAY_AUTH_TOKEN")
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "demo-outrider", "key": "auth_token"}
+
+
+def test_an_actor_of_ray_is_never_on_the_head() -> None:
+    assert render(None).head["resources"] == {"CPU": "0"}
+
+
+def test_ray_waits_until_target_and_drafts_have_left() -> None:
+    rendered = render(None, {"rayCluster": {"drainSeconds": 33}})
+    for pod in (rendered.head["template"]["spec"], rendered.workers()["target"]["template"]["spec"]):
+        assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "33"]
+        assert pod["terminationGracePeriodSeconds"] > 33
+
+
+def test_fault_tolerance_of_the_control_store_needs_redis() -> None:
+    spec = render(None).one("RayCluster")["spec"]
+    assert spec["gcsFaultToleranceOptions"]["redisAddress"] == "demo-outrider-redis:6379"
+    assert "gcsFaultToleranceOptions" not in render("cpu-trial").one("RayCluster")["spec"]
+
+
+def test_ray_is_made_anew_for_changes_of_target_or_drafts_only() -> None:
+    def checksum(values: dict[str, Any]) -> tuple[str, str]:
+        rendered = render(None, values)
+        router = rendered.one("Deployment")["spec"]["template"]["metadata"]["annotations"]["checksum/settings"]
+        return rendered.head["template"]["metadata"]["annotations"]["checksum/settings"], router
+
+    before = checksum({})
+    queue = checksum({"routerSpec": {"maxQueue": 7}})
+    assert queue[0] == before[0]
+    assert queue[1] != before[1]
+    assert checksum({"target": {"maxNumSeqs": 65}})[0] != before[0]
+
+
+def nodes_of(rendered: Rendered) -> list[NodeFacts]:
+    """The Ray nodes that KubeRay would start: resources of the groups, CPUs and GPUs of the limits."""
+    nodes = [NodeFacts("head", "", 1, {"CPU": 0.0}, {"CPU": 0.0})]
+    for name, group in rendered.workers().items():
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        has = {"CPU": float(limits["cpu"]), "GPU": float(limits.get("nvidia.com/gpu", 0))}
+        has |= {key: float(amount) for key, amount in group["resources"].items()}
+        nodes += [NodeFacts(f"{name}-{index}", "", 1, has, has) for index in range(group["replicas"])]
+    return nodes
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_program_finds_room_for_everything(profile: str) -> None:
+    """Ranks fit on the target's pods, each draft on its own pool's, and no GPU is left over."""
+    rendered = render(profile)
+    nodes, config = nodes_of(rendered), config_of(rendered)
+    placement = plan_placement(config, num_gpus=sum(node.total["GPU"] for node in nodes[1:]))
+    assert shortage(placement.bundles, nodes) is None
+    wanted = sum(bundle.get("GPU", 0) for bundle in placement.bundles)
+    targets = [node.node_id for node in nodes if node.node_id.startswith("target")]
+    for seat in placement.drafts:
+        if seat.pool.placement == "remote":
+            wanted += seat.needs.get("GPU", 0)
+            where = draft_node("remote", seat.needs, nodes, targets)
+            assert where is not None
+            assert where.startswith(f"draft-{seat.pool.name}-")
+    assert wanted == sum(node.total.get("GPU", 0) for node in nodes)
+
+
+# ---- draft placement ----
+
+
+def pools(placement: str, **more: Any) -> Rendered:
+    return render(None, {"drafts": [{"name": "a", "model": "/m", "placement": placement, **more}]})
+
+
+def test_a_draft_on_the_same_node_takes_no_pod_of_its_own() -> None:
+    rendered = pools("sameNode", replicas=2)
+    assert list(rendered.workers()) == ["target"]
+    limits = rendered.workers()["target"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == "3"  # one rank, two drafts
+    assert config_of(rendered).drafts[0].placement == "sameNode"
+
+
+@pytest.mark.parametrize(
+    ("placement", "kind", "key"),
+    [
+        ("sameZone", "podAffinity", "topology.kubernetes.io/zone"),
+        ("remote", "podAntiAffinity", "kubernetes.io/hostname"),
+    ],
+)
+def test_a_draft_elsewhere_is_placed_in_respect_of_the_target(placement: str, kind: str, key: str) -> None:
+    rendered = pools(placement, replicas=3, nodeSelector={"gpu": "small"}, tolerations=[{"operator": "Exists"}])
+    group = rendered.workers()["draft-a"]
+    pod = group["template"]["spec"]
+    [rule] = pod["affinity"][kind]["requiredDuringSchedulingIgnoredDuringExecution"]
+    target = rendered.workers()["target"]["template"]["metadata"]["labels"]
+    assert list(pod["affinity"]) == [kind]
+    assert rule["topologyKey"] == key
+    assert rule["labelSelector"]["matchLabels"].items() <= target.items()
+    assert not rule["labelSelector"]["matchLabels"].items() <= group["template"]["metadata"]["labels"].items()
+    assert (group["replicas"], pod["nodeSelector"], pod["tolerations"]) == (
+        3,
+        {"gpu": "small"},
+        [{"operator": "Exists"}],
+    )
+    assert group["labels"]["outrider.io/role"] == "draft"
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    draft = config_of(rendered).drafts[0]
+    assert draft.resources == {"draft-a": 1}
+    assert group["resources"] == {"draft-a": "1"}
+
+
+def test_a_draft_on_cpus_asks_for_no_gpu() -> None:
+    group = pools("remote", device="cpu").workers()["draft-a"]
+    assert "nvidia.com/gpu" not in group["template"]["spec"]["containers"][0]["resources"]["limits"]
+
+
+# ---- Redis, models, certificate ----
+
+
+def test_another_redis_is_named_in_its_place() -> None:
+    external = {"host": "redis.data.svc", "database": 3, "username": "outrider"}
+    values = {"redis": {"enabled": False, "port": 6390, "external": external, "auth": {"existingSecret": "mine"}}}
+    rendered = render(None, values)
+    assert config_of(rendered).redis.url == "redis://outrider:secret@redis.data.svc:6390/3"
+    assert rendered.all("StatefulSet") == rendered.all("Secret") == []
+    options = rendered.one("RayCluster")["spec"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "redis.data.svc:6390"
+    assert options["redisUsername"] == {"value": "outrider"}
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "mine"
+    policies = {item["metadata"]["name"] for item in rendered.all("NetworkPolicy")}
+    assert policies == {"demo-outrider-router", "demo-outrider-ray"}
+
+
+def test_a_redis_without_a_password_is_asked_without_one() -> None:
+    rendered = render(None, {"redis": {"enabled": False, "external": {"host": "r", "passwordRequired": False}}})
+    assert config_of(rendered).redis.url == "redis://r:6379/0"
+    assert "OUTRIDER_REDIS_PASSWORD" not in json.dumps(rendered.objects)
+
+
+def test_the_small_redis_keeps_its_data_where_it_is_told_to() -> None:
+    kept = render(None).one("StatefulSet")["spec"]
+    assert kept["volumeClaimTemplates"][0]["metadata"]["name"] == "data"
+    assert "volumeClaimTemplates" not in render("cpu-trial").one("StatefulSet")["spec"]
+
+
+@pytest.mark.parametrize(
+    ("models", "source"),
+    [
+        ({"existingClaim": "weights"}, {"persistentVolumeClaim": {"claimName": "weights", "readOnly": True}}),
+        ({"create": True}, {"persistentVolumeClaim": {"claimName": "demo-outrider-models", "readOnly": True}}),
+        ({"volume": {"image": {"reference": "models:1"}}}, {"image": {"reference": "models:1"}}),
+    ],
+)
+def test_models_are_mounted_read_only_wherever_they_are_read(models: dict[str, Any], source: dict[str, Any]) -> None:
+    rendered = render(None, {"models": models, "drafts": [{"name": "a", "model": "/models/draft"}]})
+    groups = [rendered.head, *rendered.workers().values()]
+    for pod in (rendered.router, *(group["template"]["spec"] for group in groups)):
+        assert {"name": "models", **source} in pod["volumes"]
+        mounts = [m for box in pod["containers"] for m in box["volumeMounts"] if m["name"] == "models"]
+        assert mounts == [{"name": "models", "mountPath": "/models", "readOnly": True}]
+    assert len(rendered.all("PersistentVolumeClaim")) == ("create" in models)
+
+
+def test_cert_manager_makes_the_key_pair() -> None:
+    values = {**HTTP, "tls": {"enabled": True, "certManager": {"issuerName": "ca", "dnsNames": ["llm.example.org"]}}}
+    rendered = render(None, values)
+    certificate = rendered.one("Certificate")["spec"]
+    assert certificate["issuerRef"] == {"name": "ca", "kind": "Issuer", "group": "cert-manager.io"}
+    assert {"demo-outrider-router.llm.svc", "llm.example.org"} <= set(certificate["dnsNames"])
+    volume = next(volume for volume in rendered.router["volumes"] if volume["name"] == "tls")
+    assert volume["secret"]["secretName"] == certificate["secretName"]
+
+
+# ---- who looks at it ----
+
+
+MONITORED: dict[str, Any] = {
+    "metrics": {
+        "enabled": True,
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboards": {"enabled": True},
+    }
+}
+
+
+def test_prometheus_finds_the_routers() -> None:
+    rendered = render(None, MONITORED)
+    monitor = rendered.one("ServiceMonitor")
+    service = rendered.one("Service", "-router")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
+
+
+def queries() -> list[str]:
+    rendered = render(None, MONITORED)
+    found = [rule["expr"] for group in rendered.one("PrometheusRule")["spec"]["groups"] for rule in group["rules"]]
+    for text in rendered.one("ConfigMap", "-dashboards")["data"].values():
+        found += [target["expr"] for panel in json.loads(text)["panels"] for target in panel["targets"]]
+    return found
+
+
+def test_dashboards_and_alerts_ask_for_metrics_that_are_promised() -> None:
+    found = {name for query in queries() for name in re.findall(r"outrider_\w+", query)}
+    assert found <= METRICS
+    assert len(found) == len(METRICS)
+    assert all(query.count("(") == query.count(")") and query.count("{") == query.count("}") for query in queries())
+
+
+def test_alerts_are_of_this_release() -> None:
+    rules = render(None, MONITORED).one("PrometheusRule")["spec"]["groups"][0]["rules"]
+    assert len(rules) >= 4
+    for rule in rules:
+        assert 'job="demo-outrider-router", namespace="llm"' in rule["expr"]
+        assert rule["annotations"].keys() == {"summary", "description"}
+
+
+def test_each_dashboard_is_grafanas() -> None:
+    for path in sorted((CHART / "dashboards").glob("*.json")):
+        board = json.loads(path.read_text())
+        assert {"uid", "title", "panels", "templating", "schemaVersion"} <= board.keys()
+        ids = [panel["id"] for panel in board["panels"]]
+        assert len(set(ids)) == len(ids)
+
+
+def test_without_a_wish_nobody_looks() -> None:
+    kinds = {item["kind"] for item in render(None).objects}
+    assert not kinds & {"ServiceMonitor", "PrometheusRule"}
+
+
+# ---- names ----
+
+
+def test_long_names_are_cut_where_parts_still_fit() -> None:
+    done = template(None, {"fullnameOverride": "a" * 60})
+    objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+    assert max(len(item["metadata"]["name"]) for item in objects) <= 63
+    assert next(item for item in objects if item["kind"] == "RayCluster")["metadata"]["name"] == "a" * 40
+
+
+def test_helm_test_asks_the_service() -> None:
+    rendered = render(None)
+    pod = rendered.one("Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    box = container(pod["spec"], "generate")
+    address = next(item["value"] for item in box["env"] if item["name"] == "OUTRIDER_ADDRESS")
+    assert address == "demo-outrider-router:7070"
+    assert "--address=$(OUTRIDER_ADDRESS)" in box["args"]
