@@ -207,16 +207,16 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
     first, second = (child for child in children if isinstance(child, FusedRMSNorm))
     (attention,) = (child for child in children if isinstance(child, FusedAttention))
     (mlp,) = (child for child in children if isinstance(child, FusedSwiGLU))
-    products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-    if rotary is None or not all(isinstance(product, PackedLinear) for product in products):
-        return None
     shape, generator = attention.shape, _generator()
     # Ranks must not have to meet here, where one of them may have no kernels.
-    qkv, output, gate_up, down = (
+    maps = [
         LinearMap.sized(product.out_features, product.in_features, generator)
-        for product in products
+        for product in (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         if isinstance(product, PackedLinear)
-    )
+    ]
+    if rotary is None or len(maps) < 4:
+        return None
+    qkv, output, gate_up, down = maps
     kv_heads = (len(qkv.index) // shape.head_dim - shape.heads) // 2
     hidden = torch.randn(1, PROBE_ROWS, len(output.index), generator=generator)
     positions = torch.arange(PROBE_START, PROBE_START + PROBE_ROWS)[None]
