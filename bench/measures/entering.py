@@ -13,7 +13,7 @@ from outrider.bench.measures.command import Tell
 from outrider.bench.measures.gaps import Gaps, Stream, Window, p99_ratio, split, spread
 from outrider.bench.measures.texts import Texts, texts_for
 from outrider.bench.records import Arrival
-from outrider.client import AsyncClient, OutriderError
+from outrider.client import AsyncClient
 
 STREAM_PROMPT = 64  # tokens
 
@@ -26,7 +26,7 @@ class Streams:
         self._client, self._texts, self._arm = client, texts, arm
         self._messages = [0] * count
         self._changed = asyncio.Event()
-        self._error: OutriderError | None = None
+        self._error: Exception | None = None
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -43,10 +43,10 @@ class Streams:
         """Until each has brought so many more. Raises what a stream raised."""
         wanted = [messages + count for messages in self._messages]
         while any(messages < least for messages, least in zip(self._messages, wanted, strict=True)):
-            self._changed.clear()
-            await self._changed.wait()
             if self._error is not None:
                 raise self._error
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _run(self, index: int) -> None:
         number = 0
@@ -55,7 +55,7 @@ class Streams:
                 prompt = self._texts.text(STREAM_PROMPT, "stream", self._arm.name, index, number)
                 await self._stream(index, prompt)
                 number += 1
-        except OutriderError as error:
+        except Exception as error:  # noqa: BLE001 - whoever waits for messages raises it
             self._error = error
             self._changed.set()
 

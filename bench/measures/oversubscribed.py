@@ -119,7 +119,7 @@ def _texts(together: Sequence[Completion | OutriderError], alone: Sequence[Compl
 
 def _preemptions(before: dict[str, Any], after: dict[str, Any]) -> int | None:
     """None where the status does not count them."""
-    counts = [[group.get("num_preemptions") for group in status["groups"]] for status in (before, after)]
+    counts = [[group.get("preemptions") for group in status["groups"]] for status in (before, after)]
     if any(value is None for values in counts for value in values):
         return None
     return int(sum(counts[1]) - sum(counts[0]))

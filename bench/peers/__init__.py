@@ -12,7 +12,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +75,7 @@ class Launch:
     name: str
     command: tuple[str, ...]
     protocol: Protocol
-    environment: dict[str, str]
+    environment: Mapping[str, str | None]
 
 
 def launches(settings: PeerSettings, tell: Callable[[str], None]) -> list[Launch]:
@@ -152,8 +152,12 @@ def _vllm(settings: PeerSettings, path: str | None) -> Launch | str:
         draft = {"model": str(settings.draft_model), "num_speculative_tokens": settings.num_draft_tokens}
         words += ["--speculative-config", json.dumps(draft)]
     command = (python, "-m", "vllm.entrypoints.openai.api_server", *words, "--host", "127.0.0.1", "--port", "{port}")
-    # OMP_NUM_THREADS stays unset: with it, torch's own threads get in the way of vLLM's, at half the speed.
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # With it, torch's own threads get in the way of vLLM's, at half the speed.
+        "OMP_NUM_THREADS": None,
+    }
     return Launch(name, command, COMPLETIONS, environment)
 
 

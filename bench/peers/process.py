@@ -34,11 +34,13 @@ def has_module(python: str, name: str) -> bool:
 class PeerProcess:
     """Use it as an async context manager. ``{port}`` in the command is replaced by ``port``."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str | None]) -> None:
+        """``environment``: what differs from this process's own; None takes a variable away."""
         self.name = name
         self.port = _free_port()
         self._command = [word.replace("{port}", str(self.port)) for word in command]
-        self._environment = {**os.environ, **environment}
+        changed = {**os.environ, **environment}
+        self._environment = {name: value for name, value in changed.items() if value is not None}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._process: subprocess.Popen[str] | None = None
 

@@ -89,6 +89,7 @@ def measure(address: str) -> None:
     seen = facts(done)
     assert done.returncode == 0, done.stdout
     assert seen["requests"] == seen["equal_texts"] > 1
+    assert seen["preemptions"] >= 0
 
     words = ("--streams", "4", "--max-tokens", "4", "--blocks", "1")
     speeds = facts(script("measure_serving.py", address, "batch", *words))["tokens_per_s"]

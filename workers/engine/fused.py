@@ -5,6 +5,7 @@ Their inputs and outputs are float32; rows do not depend on one another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,14 @@ from torch import Tensor, nn
 from outrider.core.errors import ConfigError
 from outrider.kernels.cpu import Kernels
 from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep
+
+
+def _step(attention_mask: Tensor | None, keywords: Mapping[str, Any]) -> AttentionStep:
+    """The step among what a model hands on. Raises ``ConfigError`` where it hands on something else."""
+    step: AttentionStep | None = keywords.get(STEP_KEYWORD)
+    if step is None or attention_mask is not None:
+        raise ConfigError("model: it hands its attention a mask, or keeps keywords from it")
+    return step
 
 
 class FusedRMSNorm(nn.Module):
@@ -78,9 +87,7 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """([1, rows, hidden], None), as transformers' attention modules return it."""
-        step: AttentionStep | None = kwargs.get(STEP_KEYWORD)
-        if step is None or attention_mask is not None:
-            raise ConfigError("model: it hands its attention a mask, or keeps keywords from it")
+        step = _step(attention_mask, kwargs)
         return self.attend(hidden_states[0], position_embeddings, step)[None], None
 
     def attend(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], step: AttentionStep) -> Tensor:
@@ -129,9 +136,7 @@ class FusedBlock(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """[1, rows, hidden]"""
-        step: AttentionStep | None = kwargs.get(STEP_KEYWORD)
-        if step is None or attention_mask is not None:
-            raise ConfigError("model: it hands its layers a mask, or keeps keywords from them")
+        step = _step(attention_mask, kwargs)
         rows = hidden_states[0]
         rows = rows + self.attention.attend(self.attention_norm.forward(rows), position_embeddings, step)
         return rows.add_(self.mlp.forward(self.mlp_norm.forward(rows)))[None]

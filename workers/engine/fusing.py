@@ -51,6 +51,10 @@ class LinearMap(nn.Module):
     def like(cls, layer: nn.Module, generator: torch.Generator) -> LinearMap:
         """As large as a linear layer."""
         out_features, in_features = _weight(layer).shape
+        return cls.sized(out_features, in_features, generator)
+
+    @classmethod
+    def sized(cls, out_features: int, in_features: int, generator: torch.Generator) -> LinearMap:
         index = torch.randint(in_features, (out_features,), generator=generator)
         return cls(index, torch.randn(out_features, generator=generator))
 
@@ -203,11 +207,18 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
     first, second = (child for child in children if isinstance(child, FusedRMSNorm))
     (attention,) = (child for child in children if isinstance(child, FusedAttention))
     (mlp,) = (child for child in children if isinstance(child, FusedSwiGLU))
-    if rotary is None or not isinstance(attention.qkv, PackedLinear):
+    shape, generator = attention.shape, _generator()
+    # Ranks must not have to meet here, where one of them may have no kernels.
+    maps = [
+        LinearMap.sized(product.out_features, product.in_features, generator)
+        for product in (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+        if isinstance(product, PackedLinear)
+    ]
+    if rotary is None or len(maps) < 4:
         return None
-    shape, qkv = attention.shape, attention.qkv
-    kv_heads = (qkv.out_features // shape.head_dim - shape.heads) // 2
-    hidden = torch.randn(1, PROBE_ROWS, qkv.in_features, generator=_generator())
+    qkv, output, gate_up, down = maps
+    kv_heads = (len(qkv.index) // shape.head_dim - shape.heads) // 2
+    hidden = torch.randn(1, PROBE_ROWS, len(output.index), generator=generator)
     positions = torch.arange(PROBE_START, PROBE_START + PROBE_ROWS)[None]
 
     def run(module: nn.Module) -> Tensor:
@@ -220,7 +231,12 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
 
     for attention_norm, mlp_norm in ((first, second), (second, first)):
         block = FusedBlock(attention_norm, attention, mlp_norm, mlp)
-        if _agree(functools.partial(run, layer), functools.partial(run, block)):
+        with (
+            _swapped(attention, {"qkv": qkv, "output": output}),
+            _swapped(mlp, {"gate_up": gate_up, "down": down}),
+        ):
+            same = _agree(functools.partial(run, layer), functools.partial(run, block))
+        if same:
             # Models look at such facts of their layers, say at the kind of attention.
             for name, value in vars(layer).items():
                 if isinstance(value, (int, float, str)) and not name.startswith("_"):

@@ -28,7 +28,7 @@ from outrider.core.plan import GroupInfo, PlanKind, StepPlan
 from outrider.core.wire import group_info_to_wire, plan_from_wire, result_to_wire
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.workers.target.leader import Leader
-from outrider.workers.target.pipeline import Pipeline
+from outrider.workers.target.pipeline import MOST_PLANS, Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             raise _Ended(grpc.StatusCode.UNAVAILABLE, f"the group failed: {self._leader.failure}")
         self.end(_Ended(grpc.StatusCode.ABORTED, f"scheduler {request.attach.scheduler_id!r} took the group over"))
         self._owner, self._epoch = ending, epoch
-        await self._result(self._leader.reset(), ending, "the reset at attach")
+        # Plans of the stream before, which nobody waits for any more, run first.
+        patience_s = (MOST_PLANS + 1) * self._step_timeout_s
+        await self._result(self._leader.reset(), ending, "the reset at attach", patience_s)
         await context.write(target_pb2.StepsResponse(header=self._header(), attached=group_info_to_wire(self._info)))
         log.info("scheduler %r attached, epoch %d", request.attach.scheduler_id, epoch)
         return epoch
@@ -161,13 +163,13 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             raise _Ended(grpc.StatusCode.INVALID_ARGUMENT, message)
         return plan
 
-    async def _result(self, future: Future[T], ending: asyncio.Future[_Ended], what: str) -> T:
+    async def _result(self, future: Future[T], ending: asyncio.Future[_Ended], what: str, patience_s: float) -> T:
         """What the step thread answers. A thread that takes too long fails the group."""
         try:
-            async with asyncio.timeout(self._step_timeout_s):
+            async with asyncio.timeout(patience_s):
                 return await self._unless_ended(asyncio.wrap_future(future), ending)
         except TimeoutError:
-            message = f"{what} took longer than step_timeout_s = {self._step_timeout_s:g}"
+            message = f"{what} took longer than {patience_s:g} s (step_timeout_s = {self._step_timeout_s:g})"
             self._leader.fail(message)
             raise _Ended(grpc.StatusCode.UNAVAILABLE, message) from None
         except GroupError as error:

@@ -141,12 +141,12 @@ class _Run:
                         f"{len(different)} of {len(plain)} texts differ from those without speculation, such as "
                         + "; ".join(different[:SHOWN_FAULTS])
                     )
-            elif not self.oracle.is_greedy:
+            elif not self.oracle.is_greedy and evidence is not None:  # else there is nothing to compare with
                 plain = self._draw("without speculation", list(itertools.islice(self.requests, count)), plain_options)
                 other = Judge(self.oracle, plain_options, self.check.seed + 1)
                 self._judge(other, plain)
                 theirs = other.evidence()
-                if evidence is not None and theirs is not None:
+                if theirs is not None:
                     p_values |= two_samples(evidence, theirs, self.k)
         judged = self.judge.counts.judged
         return Report(
@@ -178,7 +178,7 @@ class _Run:
             return num_requests
         for_tests = math.ceil(1.5 * MIN_COUNT * num_requests / max(1, self.judge.counts.judged))
         count = max(for_tests, math.ceil(PLAIN_SHARE * num_requests))
-        return min(num_requests, count) if same else count
+        return min(count, num_requests if same else MAX_STRETCH * self.texts_at_first)
 
     def _requests(self) -> Any:
         """Endlessly many requests; every prompt comes as often as the others, every seed once."""

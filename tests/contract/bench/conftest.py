@@ -70,7 +70,7 @@ async def stand_ins(redis_url: str, model_folder: Path) -> AsyncIterator[StandIn
         await registry.announce("draft", draft.draft_id, draft.record())
         async with RouterServer(config, redis_url, router_id="router-0", settings=TIMES) as server:
             made = StandIns(server, target, draft, model_folder)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not _is_ready(server):  # noqa: ASYNC110 - two objects of the router's own
                     await asyncio.sleep(0.01)
             yield made

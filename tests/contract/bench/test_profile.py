@@ -77,10 +77,10 @@ async def test_requests_go_first_and_find_the_cache_free(stand_ins: Any) -> None
         profile(stand_ins.address, rows=[1, 5], contexts=[900], num_runs=20, num_proposals=0, timeout=60)
     )
     scheduler = stand_ins.server.group.scheduler
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while scheduler.pool.num_free > 100:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    async with AsyncClient(stand_ins.address, timeout=20.0) as client:
+    async with AsyncClient(stand_ins.address, timeout=60) as client:
         answer = await client.generate("a" * 600, max_tokens=40, temperature=0, num_speculative_tokens=0)
         assert not running.done()
         assert answer.usage.completion_tokens == 40
@@ -103,13 +103,13 @@ async def test_a_busy_group_lets_it_run_out_of_time(stand_ins: Any) -> None:
 async def test_one_at_a_time_and_a_client_that_leaves(stand_ins: Any) -> None:
     stand_ins.target.step_s = 0.01
     first = asyncio.create_task(profile(stand_ins.address, rows=[1], contexts=[8], num_runs=900, timeout=60))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not stand_ins.target.num_steps:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     with pytest.raises(Conflict, match="runs already"):
         await profile(stand_ins.address, rows=[1], contexts=[8])
     first.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 await profile(stand_ins.address, rows=[1], contexts=[8], num_runs=1, num_proposals=0)
@@ -122,14 +122,14 @@ async def test_one_at_a_time_and_a_client_that_leaves(stand_ins: Any) -> None:
 async def test_a_target_that_dies_ends_it(stand_ins: Any) -> None:
     stand_ins.target.step_s = 0.01
     running = asyncio.create_task(profile(stand_ins.address, rows=[1], contexts=[8], num_runs=900, timeout=60))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not stand_ins.target.num_steps:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await stand_ins.target.stop()
     with pytest.raises(Unavailable):
         await running
     await stand_ins.target.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not stand_ins.server.group.is_attached:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     _, result = await profile(stand_ins.address, rows=[1, 2], contexts=[8], num_runs=2, num_proposals=0)
@@ -212,7 +212,7 @@ def test_the_table_shows_each_context() -> None:
 
 async def test_a_target_that_is_away_is_what_the_deadline_tells_of(stand_ins: Any) -> None:
     await stand_ins.target.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while stand_ins.server.group.is_attached:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     with pytest.raises(DeadlineExceeded, match="the target group is lost"):
@@ -224,11 +224,11 @@ async def test_a_client_that_leaves_takes_the_drafts_request_along(stand_ins: An
     running = asyncio.create_task(
         profile(stand_ins.address, rows=[1], contexts=[8], num_runs=1, num_proposals=900, timeout=60)
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not stand_ins.draft.num_sessions:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     running.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not stand_ins.server.group.scheduler.is_idle:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     stand_ins.check()

@@ -71,7 +71,7 @@ async def connected(servicer: Choosing | None = None) -> AsyncIterator[AsyncClie
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer or Choosing(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with AsyncClient(f"127.0.0.1:{port}", timeout=10) as client:
+    async with AsyncClient(f"127.0.0.1:{port}", timeout=60) as client:
         yield client
     await server.stop(None)
 
@@ -176,7 +176,7 @@ def test_the_synchronous_client_does_the_same() -> None:
     thread.start()
     try:
         assert ready.wait(10)
-        with Client(address, timeout=10) as client:
+        with Client(address, timeout=60) as client:
             assert [choice.text for choice in client.generate("hi", n=2).choices] == ["Hello wörld", "Goodbye"]
             assert list(client.stream("Say: ", echo=True)) == ["Say: ", "Hello ", "wörld"]
             assert [delta.choice for delta in client.stream("hi", n=2).events()] == [0, 1, 0, 1]

@@ -29,7 +29,7 @@ from outrider.testing.toy import toy_fingerprint
 from outrider.v1 import generation_pb2_grpc
 
 NUMBERS = itertools.count()
-TIMES = GroupSettings(step_timeout_s=5.0, attach_timeout_s=2.0, grace_s=1.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
+TIMES = GroupSettings(step_timeout_s=5.0, attach_timeout_s=2.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +113,7 @@ class World:
         address = f"127.0.0.1:{listener.add_insecure_port('127.0.0.1:0')}"
         await listener.start()
         self.stack.push_async_callback(listener.stop, None)
-        return await self.stack.enter_async_context(AsyncClient(address, timeout=20.0))
+        return await self.stack.enter_async_context(AsyncClient(address, timeout=60))
 
     async def client(self, server: RouterServer, timeout: float = 20.0) -> AsyncClient:
         return await self.stack.enter_async_context(AsyncClient(server.address, timeout=timeout))

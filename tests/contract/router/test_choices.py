@@ -171,7 +171,7 @@ async def test_every_message_says_which_choice_it_is_of(world: Any) -> None:
     client = await world.client(server)
     request = generation_pb2.GenerateRequest(text=PROMPT, n=3, max_tokens=4, echo=True)
     request.sampling.prompt_logprobs = 1
-    events = [response async for response in client._generation.Generate(request, timeout=10)]
+    events = [response async for response in client._generation.Generate(request, timeout=60)]
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds[:2] == ["started", "prompt"]
     assert kinds.count("prompt") == 1

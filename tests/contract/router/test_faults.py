@@ -102,14 +102,14 @@ async def test_the_servers_own_deadline(world: Any) -> None:
 
 async def test_a_slow_draft_holds_nobody_up(world: Any) -> None:
     target = await world.target(step_s=0.005)
-    await world.draft(delay_s=1.5)
+    await world.draft(delay_s=30.0)
     server = await world.router()
     await world.drafts_ready(server)
     client = await world.client(server)
     begun = time.monotonic()
     completion = await client.generate(PROMPT, max_tokens=60, temperature=0)
     assert list(completion.token_ids) == expected(60)
-    assert time.monotonic() - begun < 1.5, "the request waited for its draft"
+    assert time.monotonic() - begun < 30.0, "the request waited for its draft"
     assert target.faults == []
 
 
@@ -326,10 +326,11 @@ async def test_requests_fail_in_one_line_when_no_target_comes_back(world: Any) -
 
 async def test_a_step_that_takes_too_long_ends_the_stream(world: Any) -> None:
     target = await world.target(step_s=0.01)
-    client = await world.client(await world.router(times=replace(world.times, step_timeout_s=0.3, grace_s=5.0)))
+    client = await world.client(await world.router(times=replace(world.times, step_timeout_s=2.0)))
     task = await start(world, client, target, max_tokens=50)
+    seen = target.num_attached
     target.pause()
-    await world.until(lambda: target.num_attached >= 2, "the router attaches again")
+    await world.until(lambda: target.num_attached > seen, "the router attaches again")
     target.resume()
     assert list((await task).token_ids) == expected(50)
 

@@ -24,7 +24,7 @@ async def test_a_cancellation_is_never_swallowed(world: Any) -> None:
         task = asyncio.create_task(follow())
         await asyncio.sleep(0.0001 * (round_number % 20))
         task.cancel()
-        await asyncio.wait([task], timeout=5.0)
+        await asyncio.wait([task], timeout=60)
         assert task.cancelled(), f"cancellation {round_number} was swallowed"
 
 
@@ -61,7 +61,7 @@ async def test_a_group_has_one_owner_and_the_next_one_takes_over(world: Any) -> 
     assert first.is_held
     assert not waiting.done()
     await first.release()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await waiting
     assert second.is_held
 

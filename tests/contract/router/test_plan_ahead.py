@@ -38,7 +38,7 @@ async def test_the_text_is_the_same_with_and_without(world: Any, options: dict[s
     target = await world.target()
     async with RouterServer(world.config(), world.redis_url, router_id="router-0", settings=world.times) as plain:
         await world.until(lambda: plain.group.is_attached, "the router attaches")
-        async with AsyncClient(plain.address, timeout=20.0) as client:
+        async with AsyncClient(plain.address, timeout=60) as client:
             without = await tokens_of(client, **options)
     assert target.num_planned_ahead == 0
     server = await world.router(router_id="router-1", router=AHEAD)
@@ -87,12 +87,13 @@ async def test_a_stream_that_breaks_and_a_group_that_fails(world: Any) -> None:
 
 async def test_a_target_that_hangs_with_two_steps(world: Any) -> None:
     target = await world.target(step_s=0.005)
-    server = await world.router(times=replace(world.times, step_timeout_s=0.3, grace_s=5.0), router=AHEAD)
+    server = await world.router(times=replace(world.times, step_timeout_s=2.0), router=AHEAD)
     client = await world.client(server)
     task = asyncio.create_task(tokens_of(client, 60))
     await world.until(lambda: target.num_planned_ahead > 5, "steps are planned ahead")
+    seen = target.num_attached
     target.pause()
-    await world.until(lambda: target.num_attached >= 2, "the router attaches again")
+    await world.until(lambda: target.num_attached > seen, "the router attaches again")
     target.resume()
     assert await task == [expected(prompt, 60) for prompt in PROMPTS]
     server.group.scheduler.check_integrity()
@@ -105,12 +106,13 @@ async def test_aborts_and_errors_leave_nothing_behind(world: Any) -> None:
     client = await world.client(server)
     task = asyncio.create_task(tokens_of(client, 200))
     await world.until(lambda: target.num_planned_ahead > 5, "steps are planned ahead")
+    book = server.group.scheduler._requests
     for number in range(5):
         with pytest.raises(GenerationFailed, match="not finite"):
             await client.generate(bad, temperature=0)
-        gone = asyncio.create_task(client.generate(f"gone {number}", max_tokens=300, temperature=0))
-        running = server.group.scheduler.snapshot().num_running
-        await world.until(lambda n=running: server.group.scheduler.snapshot().num_running > n, "it runs")
+        name = f"gone-{number}"
+        gone = asyncio.create_task(client.generate(name, max_tokens=300, temperature=0, request_id=name))
+        await world.until(lambda name=name, gone=gone: book.find(name, 0) is not None or gone.done(), "it is there")
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
     assert await task == [expected(prompt, 200) for prompt in PROMPTS]

@@ -111,7 +111,7 @@ async def test_every_bad_value_is_refused_by_the_name_of_its_field(world: Any) -
     for change, field in BAD:
         request = generation_pb2.GenerateRequest(text=PROMPT)
         change(request)
-        call = client._generation.Generate(request, timeout=10)
+        call = client._generation.Generate(request, timeout=60)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
@@ -239,7 +239,7 @@ async def test_every_bad_submit_is_refused_by_the_name_of_its_field(world: Any) 
             request = submit_to_wire(new_request("bad", eos_token_ids=frozenset([256])), 0.0)
             change(request)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await remote._stub.Submit(request, timeout=10)
+                await remote._stub.Submit(request, timeout=60)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (field, caught.value)
             assert caught.value.details().startswith(f"{field} is ")
         assert server.group.num_unfinished == 0
@@ -406,7 +406,7 @@ async def process(world: Any, tmp_path: Path) -> Any:
 async def test_sigterm_drains(world: Any, process: Any) -> None:
     target = await world.target(step_s=0.02)
     router, address = await process()
-    async with AsyncClient(address, timeout=20) as client:
+    async with AsyncClient(address, timeout=60) as client:
         task = asyncio.create_task(client.generate(PROMPT, max_tokens=60, temperature=0))
         await world.until(lambda: target.num_steps > 3, "the request runs")
         router.send_signal(signal.SIGTERM)

@@ -202,8 +202,8 @@ def test_health_and_reflection(group: Any) -> None:
     with grpc.insecure_channel(group.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", SERVICE):
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (listed,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=10)
+        (listed,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=60)
         assert SERVICE in {service.name for service in listed.list_services_response.service}

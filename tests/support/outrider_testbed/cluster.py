@@ -116,7 +116,7 @@ class Cluster:
         self.until(changed, f"the drafts are {wanted}", READY_TIMEOUT_S)
 
     def status(self) -> dict[str, Any]:
-        with Client(self.address, timeout=10) as client:
+        with Client(self.address, timeout=60) as client:
             return client.status()
 
     def num_ready_drafts(self) -> int:

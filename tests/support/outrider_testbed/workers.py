@@ -59,7 +59,7 @@ class HostedProcess:
     def kill(self) -> None:
         """SIGKILL."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         self.connection.close()
 
 

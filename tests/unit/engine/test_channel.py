@@ -25,7 +25,7 @@ def open_channels(pool: ThreadPoolExecutor, world_size: int) -> list[Channel]:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=10))
     opening = [pool.submit(Channel, store, rank, world_size, "127.0.0.1", 10.0) for rank in range(world_size)]
-    return [each.result(timeout=20) for each in opening]
+    return [each.result(timeout=60) for each in opening]
 
 
 def send_for(leader: Channel, seconds: float) -> None:
@@ -40,7 +40,7 @@ def test_every_rank_hears_the_same(pool: ThreadPoolExecutor) -> None:
     for values in ([], [-(2**63), 2**63 - 1], list(range(100_000))):
         waiting = [pool.submit(channel.broadcast, None, 10.0) for channel in channels[1:]]
         assert channels[0].broadcast(values, 10.0) == values
-        assert [each.result(timeout=10) for each in waiting] == [values, values]
+        assert [each.result(timeout=60) for each in waiting] == [values, values]
     for channel in channels:
         channel.close()
 
@@ -50,7 +50,7 @@ def test_a_follower_hears_that_the_leader_is_gone(pool: ThreadPoolExecutor) -> N
     waiting = pool.submit(follower.broadcast, None, None)
     leader.close()
     with pytest.raises(GroupError, match="rank 1 lost its control connection"):
-        waiting.result(timeout=10)
+        waiting.result(timeout=60)
     follower.close()
 
 
@@ -75,14 +75,14 @@ def test_a_stranger_does_not_take_a_place(pool: ThreadPoolExecutor) -> None:
     store.set_timeout(timedelta(seconds=10))
     opening = pool.submit(Channel, store, 0, 2, "127.0.0.1", 10.0)
     _, port, host = store.get("outrider/channel").decode().split()
-    with socket.create_connection((host, int(port)), timeout=10) as stranger:
+    with socket.create_connection((host, int(port)), timeout=60) as stranger:
         stranger.sendall(b"x" * 36)
         assert stranger.recv(1) == b""
     follower = Channel(store, 1, 2, "127.0.0.1", 10.0)
-    leader = opening.result(timeout=10)
+    leader = opening.result(timeout=60)
     waiting = pool.submit(follower.broadcast, None, 10.0)
     assert leader.broadcast([5], 10.0) == [5]
-    assert waiting.result(timeout=10) == [5]
+    assert waiting.result(timeout=60) == [5]
     leader.close()
     follower.close()
 
@@ -96,11 +96,11 @@ def test_a_silent_stranger_does_not_hold_up_the_ranks(
     store.set_timeout(timedelta(seconds=10))
     opening = pool.submit(Channel, store, 0, 2, "127.0.0.1", 3.0)
     _, port, host = store.get("outrider/channel").decode().split()
-    with socket.create_connection((host, int(port)), timeout=10) as stranger:
+    with socket.create_connection((host, int(port)), timeout=60) as stranger:
         if not stays:
             stranger.close()
         follower = Channel(store, 1, 2, "127.0.0.1", 3.0)
-        leader = opening.result(timeout=10)
+        leader = opening.result(timeout=60)
     leader.close()
     follower.close()
 

@@ -26,6 +26,13 @@ def test_each_is_read(path: Path) -> None:
     assert load_config(path).cluster
 
 
+@pytest.mark.parametrize("name", ["tiny", "coder-pair"])
+def test_two_ranks_and_a_draft_on_another_node(name: str) -> None:
+    config = read(name)
+    assert (config.target.dtype, config.target.tensor_parallel_size) == ("float32", 2)
+    assert [draft.placement for draft in config.drafts] == ["remote"]
+
+
 def test_the_pair_is_one_rank_in_bfloat16_with_a_draft_in_int8() -> None:
     config = read("coder-pair-bf16")
     assert (config.target.dtype, config.target.tensor_parallel_size) == ("bfloat16", 1)

@@ -92,7 +92,7 @@ def run(maker: Maker) -> Iterator[Callable[..., tuple[SequenceResult, ...]]]:
     steps = iter(range(1, 1000))
 
     def run(*plans: SequencePlan, released: tuple[int, ...] = ()) -> tuple[SequenceResult, ...]:
-        result = leader.submit(StepPlan(1, next(steps), plans, released)).result(timeout=20)
+        result = leader.submit(StepPlan(1, next(steps), plans, released)).result(timeout=60)
         assert result is not None
         return result.sequences
 

@@ -59,7 +59,7 @@ def test_quiet_while_all_live(group: Group) -> None:
 def test_a_dead_rank_is_noticed_at_once(group: Group) -> None:
     ranks, heard = group
     ranks[1]._peers[0].connection.shutdown(socket.SHUT_RDWR)  # what the kernel does for a process that was killed
-    found = dict(heard.get(timeout=2) for _ in range(2))
+    found = dict(heard.get(timeout=30) for _ in range(2))
     assert found[0] is not None
     assert "rank 1" in found[0]
 
@@ -68,28 +68,28 @@ def test_a_silent_rank_is_noticed(group: Group) -> None:
     ranks, heard = group
     ranks[2]._tell = lambda message: None  # type: ignore[method-assign]
     start = time.monotonic()
-    assert heard.get(timeout=3) == (0, "rank 2 was silent for 0.4 s")
+    assert heard.get(timeout=30) == (0, "rank 2 was silent for 0.4 s")
     assert time.monotonic() - start > 0.2
 
 
 def test_a_report_reaches_the_leader_and_from_it_the_others(group: Group) -> None:
     ranks, heard = group
     ranks[1].fail("rank 1: no memory")
-    assert heard.get(timeout=2) == (0, "rank 1: no memory")
+    assert heard.get(timeout=30) == (0, "rank 1: no memory")
     ranks[0].fail("rank 1: no memory")
-    assert {heard.get(timeout=2) for _ in range(2)} == {(1, "rank 1: no memory"), (2, "rank 1: no memory")}
+    assert {heard.get(timeout=30) for _ in range(2)} == {(1, "rank 1: no memory"), (2, "rank 1: no memory")}
 
 
 def test_the_leader_ends_the_group_in_peace(group: Group) -> None:
     ranks, heard = group
     ranks[0].close()
-    assert {heard.get(timeout=2) for _ in range(2)} == {(1, None), (2, None)}
+    assert {heard.get(timeout=30) for _ in range(2)} == {(1, None), (2, None)}
 
 
 def test_a_rank_that_leaves_is_a_loss(group: Group) -> None:
     ranks, heard = group
     ranks[1].close()
-    assert heard.get(timeout=2) == (0, "rank 1 left the group")
+    assert heard.get(timeout=30) == (0, "rank 1 left the group")
 
 
 def test_strangers_do_not_count() -> None:
