@@ -105,6 +105,8 @@ class RouterConfig(_Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     # Of the OpenAI-compatible API over HTTP; 0 takes a free one, null turns it off.
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
+    # Plain HTTP for Prometheus and the kubelet: /metrics, /livez, /readyz; 0 takes a free one, null turns it off.
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     # Names of the model over HTTP, the first of which answers carry; none: the name of the model's folder.
     served_model_name: tuple[str, ...] = ()
     # Keys that let a client in over HTTP, one a line ("Authorization: Bearer KEY"); read again when it changes.
@@ -153,6 +155,14 @@ class RouterConfig(_Section):
         return value
 
 
+class SupervisorConfig(_Section):
+    """The process that starts ranks and drafts, and answers for them."""
+
+    # Plain HTTP on router.host: /metrics of supervisor, ranks and drafts, /livez, /readyz; 0 takes a free one, null
+    # turns it off.
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+
+
 class SpeculationConfig(_Section):
     """Defaults of speculation; the first two can change while the server runs."""
 
@@ -189,6 +199,7 @@ class ClusterConfig(_Section):
     drafts: tuple[DraftConfig, ...] = ()
     router: RouterConfig = RouterConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
 
     @property
     def max_num_seqs(self) -> int:

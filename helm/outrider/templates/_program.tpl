@@ -5,7 +5,7 @@ anywhere else in the chart.
 
 {{/* Settings that the program has. One that it opens by itself must be turned off by null where it is not wanted. */}}
 {{- define "outrider.hasHttpPort" -}}true{{- end }}
-{{- define "outrider.hasMetricsPort" -}}{{- end }}
+{{- define "outrider.hasMetricsPort" -}}true{{- end }}
 
 {{- define "outrider.settingsFolder" -}}/etc/outrider{{- end }}
 {{- define "outrider.tlsFolder" -}}/etc/outrider-tls{{- end }}
