@@ -189,6 +189,28 @@ class SpeculationConfig(_Section):
         return self
 
 
+class LoggingConfig(_Section):
+    """What the log of every process says. OUTRIDER_LOG_LEVEL and OUTRIDER_LOG_FORMAT override it."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    # json: one object a line, for collectors of logs.
+    format: Literal["text", "json"] = "text"
+
+    @field_validator("level", "format", mode="before")
+    @classmethod
+    def _in_any_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+
+class TracingConfig(_Section):
+    """Where spans of OpenTelemetry go, over OTLP with gRPC. OTEL_EXPORTER_OTLP_ENDPOINT works too."""
+
+    # Of a collector, such as http://collector:4317 (https:// for TLS); null: no spans, unless the variable is set.
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
+    # Share of the requests that are traced where the client's own trace does not decide it.
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
 class ClusterConfig(_Section):
     """Everything that `outrider up -f FILE` reads."""
 
@@ -199,6 +221,8 @@ class ClusterConfig(_Section):
     drafts: tuple[DraftConfig, ...] = ()
     router: RouterConfig = RouterConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    logging: LoggingConfig = LoggingConfig()
+    tracing: TracingConfig = TracingConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
 
     @property
