@@ -1,17 +1,20 @@
-"""The supervisor's side of one draft worker: start it, see that it lives, start another in its place."""
+"""The supervisor's side of draft workers: start them, see that they live, start others in their place."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from outrider.cluster.placement import DraftSeat, draft_node
+from outrider.cluster.keeper import keep
+from outrider.cluster.placement import DraftSeat, draft_node, shortage
 from outrider.cluster.ray_cluster import Actor, Draft, RayCluster, thread_environment
 from outrider.cluster.target_group import TargetGroup
-from outrider.core.errors import GroupError
+from outrider.cluster.waiting import all_or_first_error
+from outrider.core.errors import GroupError, Unavailable
 
 WORKER = "outrider.workers.draft.worker:DraftWorker"
 START_TIMEOUT_S = 600.0
@@ -36,10 +39,12 @@ class DraftProcess:
         self.draft_id = seat.name
 
     async def start(self, threads_on: Callable[[str | None], int]) -> None:
-        """Start a worker and wait until it serves. Raises ``OutriderError`` and leaves no process if that fails.
+        """Start a worker and wait until it serves. Raises ``OutriderError`` and leaves no process if that fails, and
+        ``Unavailable`` at once if no node of Ray could ever hold it.
 
         ``threads_on`` gives the threads of an actor on a node, or on one that Ray chooses.
         """
+        self._require_a_node()
         incarnation = next(self._incarnations)
         self.draft_id = self._seat.name if incarnation == 0 else f"{self._seat.name}.{incarnation}"
         node, options = self._where()
@@ -88,6 +93,14 @@ class DraftProcess:
             self._actor.kill()
             self._actor = None
 
+    def _require_a_node(self) -> None:
+        """Ray itself would let the worker wait in silence. One with rank 0 has its share reserved."""
+        lacking = None
+        if self._seat.pool.placement != "sameNode":
+            lacking = shortage([self._seat.needs], self._ray.nodes())
+        if lacking is not None:
+            raise Unavailable(f"the draft {self._seat.name} has no node: {lacking}")
+
     def _where(self) -> tuple[str | None, dict[str, Any]]:
         """The node, or None where Ray chooses, and the Ray options that say so."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -97,3 +110,45 @@ class DraftProcess:
         if pool.placement == "sameNode":
             return node, self._group.draft_options()
         return node, {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+class DraftPool:
+    """All draft workers of a cluster. The target never waits for them, unless one asks ``start`` to."""
+
+    def __init__(
+        self,
+        drafts: Sequence[DraftProcess],
+        threads_on: Callable[[str | None], int],
+        report: Callable[[str], None],
+    ) -> None:
+        """``report`` gets one line for each draft that comes or goes."""
+        self._drafts = tuple(drafts)
+        self._threads_on = threads_on
+        self._report = report
+
+    def __len__(self) -> int:
+        return len(self._drafts)
+
+    @property
+    def names(self) -> list[str]:
+        return [draft.draft_id for draft in self._drafts]
+
+    async def start(self) -> None:
+        """Start all of them. Raises the first ``OutriderError``."""
+        await all_or_first_error(*(self._start(draft) for draft in self._drafts))
+
+    async def keep(self) -> None:
+        """Start those that are not there, now and whenever one dies, for as long as it takes. Cancel it."""
+        keepers = (
+            keep(f"the draft {draft.draft_id}", draft.watch, partial(self._start, draft), self._report)
+            for draft in self._drafts
+        )
+        await all_or_first_error(*keepers)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(draft.stop() for draft in self._drafts))
+
+    async def _start(self, draft: DraftProcess) -> None:
+        draft.discard()
+        await draft.start(self._threads_on)
+        self._report(f"the draft {draft.draft_id} is ready")

@@ -77,6 +77,7 @@ class RayCluster:
             # As `ray start` does. `ray.init` would leave the token of a cluster that it joins unused.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
+        import ray.exceptions
 
         options: dict[str, Any] = {"namespace": self._namespace, "log_to_driver": True, "logging_level": "WARNING"}
         if self.is_local:
@@ -94,7 +95,8 @@ class RayCluster:
         before = set(psutil.Process().children())
         try:
             ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+            ray.shutdown()  # what is half connected would refuse the next try
             if self.is_local:
                 raise Unavailable(f"a local Ray does not start: {first_line(error)}") from error
             raise Unavailable(

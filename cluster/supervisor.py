@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from outrider.cluster.checks import check_models, check_router_port, require_others
 from outrider.cluster.config import ClusterConfig, load_config
-from outrider.cluster.draft_pool import DraftProcess
+from outrider.cluster.draft_pool import DraftPool, DraftProcess
 from outrider.cluster.keeper import keep
 from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, shortage, threads_per_actor
 from outrider.cluster.ray_cluster import RayCluster, host_and_port
@@ -57,7 +57,7 @@ class Supervisor:
         with_router: bool = True,
         room_timeout_s: float = 0.0,
     ) -> None:
-        """``room_timeout_s``: how long to wait for nodes of Ray that the target fits on."""
+        """``room_timeout_s``: how long to wait for Ray, and for nodes of it that the target fits on."""
         self._config = config
         self._with_router = with_router
         self._room_timeout_s = room_timeout_s
@@ -71,7 +71,8 @@ class Supervisor:
         self._registry: Registry | None = None
         self._group: TargetGroup | None = None
         self._seats: tuple[DraftSeat, ...] = ()
-        self._drafts: list[DraftProcess] = []
+        self._drafts: DraftPool | None = None
+        self._keeping_drafts: asyncio.Task[None] | None = None
         self._router: RouterProcess | None = None
 
     async def run(self) -> None:
@@ -122,29 +123,34 @@ class Supervisor:
             redis_url=redis_url,
         )
         await group.place()
-        self._drafts = [
-            DraftProcess(self._ray, seat, group, cluster=self._config.cluster, redis_url=redis_url)
-            for seat in placement.drafts
-        ]
         self._seats = placement.drafts
+        self._drafts = drafts = DraftPool(
+            [
+                DraftProcess(self._ray, seat, group, cluster=self._config.cluster, redis_url=redis_url)
+                for seat in placement.drafts
+            ],
+            self._threads_on,
+            self._reporter.progress,
+        )
         if self._with_router:
             self._router = RouterProcess(self._config, self._folder.path, redis_url)
             self._router.launch()
             self._remember()
         ranks = self._config.target.tensor_parallel_size
         self._reporter.progress(f"loading the target {self._config.target.model} on {ranks} rank(s)")
-        for draft in self._drafts:
-            self._reporter.progress(f"starting the draft {draft.draft_id}")
-        loading = all_or_first_error(self._build_group(), *(self._start_draft(draft) for draft in self._drafts))
+        for name in drafts.names:
+            self._reporter.progress(f"starting the draft {name}")
         if self._router is None:
-            await loading
+            # Their machines may come later than the target's, or never: it serves without them.
+            self._keeping_drafts = asyncio.create_task(drafts.keep())
+            await self._build_group()
             self._remember(phase="ready")
-            self._reporter.progress("ready: the target and its drafts serve")
+            self._reporter.progress("ready: the target serves")
             return
         router = self._router
-        await guarded(loading, router.watch())
+        await guarded(all_or_first_error(self._build_group(), drafts.start()), router.watch())
         await router.wait_registered(registry)
-        await router.wait_ready(len(self._drafts))
+        await router.wait_ready(len(drafts))
         if router.http_url:
             self._reporter.progress(f"OpenAI clients find the model at {router.http_url}")
         self._remember(phase="ready", router_address=router.address)
@@ -181,9 +187,22 @@ class Supervisor:
         else:
             self._reporter.progress(f"joining Ray at {self._config.ray.address}")
         self._ray_started = True
-        # In this thread: Ray ties its processes to the thread that started them.
-        self._ray.start(plan_placement(self._config).num_actors)
-        self._listen()  # Ray takes SIGTERM for itself
+        deadline = time.monotonic() + self._room_timeout_s
+        told = ""
+        while True:
+            try:
+                # In this thread: Ray ties its processes to the thread that started them.
+                self._ray.start(plan_placement(self._config).num_actors)
+                break
+            except Unavailable as error:
+                if time.monotonic() > deadline:
+                    raise
+                if str(error) != told:
+                    told = str(error)
+                    self._reporter.progress(f"waiting for Ray: {told}")
+            finally:
+                self._listen()  # Ray takes SIGTERM for itself
+            await asyncio.sleep(ROOM_POLL_S)
         self._remember(ray_address=self._ray.address)
 
     async def _room(self) -> ClusterPlacement:
@@ -207,11 +226,6 @@ class Supervisor:
         await group.build(_need(self._registry), self._threads_on)
         ranks = ", ".join(f"rank {rank} is process {facts['pid']}" for rank, facts in enumerate(group.rank_facts))
         self._reporter.progress(f"the target is ready in epoch {group.epoch}: {ranks}")
-
-    async def _start_draft(self, draft: DraftProcess) -> None:
-        draft.discard()
-        await draft.start(self._threads_on)
-        self._reporter.progress(f"the draft {draft.draft_id} is ready")
 
     async def _start_router(self) -> None:
         router = _need(self._router)
@@ -242,7 +256,7 @@ class Supervisor:
         report = self._reporter.progress
         keepers = [
             keep("the target group", group.watch, self._build_group, report),
-            *(keep("a draft", draft.watch, partial(self._start_draft, draft), report) for draft in self._drafts),
+            self._keeping_drafts or _need(self._drafts).keep(),
         ]
         if self._router is not None:
             keepers.append(keep("the router", self._router.watch, self._start_router, report))
@@ -269,7 +283,11 @@ class Supervisor:
             self._reporter.progress("stopping")
         if self._router is not None:
             await self._router.stop()
-        await asyncio.gather(*(draft.stop() for draft in self._drafts))
+        if self._keeping_drafts is not None:
+            self._keeping_drafts.cancel()
+            await asyncio.gather(self._keeping_drafts, return_exceptions=True)
+        if self._drafts is not None:
+            await self._drafts.stop()
         if self._group is not None:
             await self._group.stop()
             self._group.release()

@@ -16,7 +16,7 @@ from outrider.cluster.config import parse_config
 from outrider.cluster.placement import NodeFacts
 from outrider.cluster.report import Reporter
 from outrider.cluster.state import StateFolder
-from outrider.core.errors import ConfigError
+from outrider.core.errors import ConfigError, Unavailable
 
 APART = """
 redis: {url: "redis://:secret@redis:6379/0"}
@@ -89,3 +89,46 @@ def test_the_target_waits_for_nodes(
     reporter.close()
     assert len(placement.bundles) == 2
     assert ray.asked == asked
+
+
+class RayThatComes:
+    """Does not answer until it was asked a few times."""
+
+    scratch = None
+    address = "127.0.0.1:6379"
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def prepare(self) -> None:
+        pass
+
+    def start(self, num_actors: int) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise Unavailable("Ray at 127.0.0.1:6379 does not answer")
+
+
+@pytest.mark.parametrize("room_timeout_s", [60.0, 0.0])
+def test_the_supervisor_waits_for_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_timeout_s: float) -> None:
+    monkeypatch.setattr(supervisor, "ROOM_POLL_S", 0.0)
+    monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path))
+    folder = StateFolder("x")
+    folder.path.mkdir(parents=True, exist_ok=True)
+    reporter = Reporter(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), as_records=False)
+    mine: Any = supervisor.Supervisor(
+        parse_config(APART, base=tmp_path), tmp_path, folder, reporter, with_router=False, room_timeout_s=room_timeout_s
+    )
+    mine._ray = ray = RayThatComes(3)
+
+    async def start() -> None:
+        await mine._start_ray()
+
+    if room_timeout_s:
+        asyncio.run(start())
+        assert ray.failures == 0
+        assert (tmp_path / "log").read_text().count("waiting for Ray: Ray at 127.0.0.1:6379 does not answer") == 1
+    else:
+        with pytest.raises(Unavailable):
+            asyncio.run(start())
+    reporter.close()
