@@ -12,20 +12,11 @@ import typer
 
 from outrider.cluster.commands.bench import bench
 from outrider.cluster.commands.check_exactness import check_exactness
-from outrider.cluster.commands.common import (
-    Address,
-    Cluster,
-    File,
-    Json,
-    fail,
-    in_words_of_the_command,
-    note,
-    router_of,
-    running,
-)
+from outrider.cluster.commands.common import Cluster, File, Json, fail, in_words_of_the_command, note
 from outrider.cluster.commands.generate import generate
 from outrider.cluster.commands.profile import profile
 from outrider.cluster.commands.router import router
+from outrider.cluster.commands.status import status
 from outrider.cluster.commands.supervise import supervise
 from outrider.core.errors import OutriderError
 
@@ -33,7 +24,6 @@ app = typer.Typer(
     name="outrider",
     help="Serve large language models with speculative decoding across machines.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -69,19 +59,7 @@ def down(file: File = None, cluster: Cluster = None) -> None:
     note(f"stopped the cluster {name!r}" if launch.stop(name) else f"the cluster {name!r} is not running")
 
 
-@app.command()
-def status(file: File = None, cluster: Cluster = None, address: Address = None, as_json: Json = False) -> None:
-    """Show the target group and its ranks, drafts, queue and KV use."""
-    from outrider.client import Client
-    from outrider.cluster.describe import describe, merge_status
-
-    state = None if address else running(cluster, file)
-    router = address or router_of(state)
-    with Client(router, timeout=10.0) as client:
-        facts = merge_status(state, router, client.status())
-    print(json.dumps(facts) if as_json else describe(facts))
-
-
+app.command("status")(status)
 app.command("generate")(generate)
 app.command("check-exactness")(check_exactness)
 app.command("profile")(profile)
