@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from outrider.core.histogram import STEP_S, Histogram
 from outrider.router.drafts import DraftClose, DraftCommit, DraftEvent, DraftFacts, DraftOpen, EvictionReason
 from outrider.router.policy import averaged, give_up_after, num_tokens_to_ask
 from outrider.router.requests import Request
@@ -64,10 +65,14 @@ class DraftBook:
 
     The methods change ``request.session`` and what hangs on it, and nothing else of a request but the bookkeeping of
     lost sessions.
+
+    Attributes:
+        proposal_time: seconds from telling a draft of a commit to its proposal, of all drafts.
     """
 
     def __init__(self) -> None:
         self.drafts: dict[str, Draft] = {}
+        self.proposal_time = Histogram(STEP_S)
         self._outbox: list[DraftEvent] = []
         self._next_session_id = 1
 
@@ -203,6 +208,7 @@ class DraftBook:
             session.state = SessionState.DRAFTING
         elif told_at is not None:
             draft, latency_s = self.drafts[session.draft_id], now - told_at
+            self.proposal_time.observe(latency_s)
             session.latency_s = averaged(session.latency_s, latency_s)
             draft.latency_s = averaged(draft.latency_s, latency_s)
         if not session.told:

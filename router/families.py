@@ -69,10 +69,12 @@ def new_family(
     num_speculative_tokens: int,
     make_cutter: Callable[[NewRequest], Cutter],
     lookup_lengths: tuple[int, int] | None = None,
+    queued_at: float | None = None,
 ) -> Family:
     """The choices that a request asks for. The prompt's log-probabilities are an affair of the first one.
 
     ``lookup_lengths``: of the n-grams that are looked up for it, the shortest and the longest; None for no lookup.
+    ``queued_at``: when the request came.
     """
     lookup_lengths = lookup_lengths if num_speculative_tokens else None
     family = Family()
@@ -90,5 +92,6 @@ def new_family(
             lookup_throttle=Throttle(),
             lookup=Lookup(*lookup_lengths) if lookup_lengths is not None else None,
             family=family,
+            queued_at=queued_at,
         )
     return family

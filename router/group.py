@@ -23,7 +23,7 @@ from outrider.router.archive import Archive
 from outrider.router.attachment import AttachmentSettings, TargetAttachment
 from outrider.router.draft_pool import DraftPool
 from outrider.router.drafts import DraftFacts, EvictionReason
-from outrider.router.overhead import OverheadMeter
+from outrider.router.overhead import OverheadMeter, step_kind
 from outrider.router.profiler import Profiler
 from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
 from outrider.router.scheduler import Scheduler
@@ -85,7 +85,7 @@ class Group:
         self._archive = Archive(lambda token: tokenizer.decode([token]))
         self._generations = itertools.count(1)
         self._wake = asyncio.Event()
-        self._handed: deque[float] = deque()  # when each step in flight was handed on
+        self._handed: deque[tuple[float, str]] = deque()  # when each step in flight was handed on, and its kind
 
     @property
     def info(self) -> GroupInfo | None:
@@ -256,7 +256,7 @@ class Group:
             now = time.monotonic()
             committed += scheduler.expire(now)
             while (plan := scheduler.schedule(now)) is not None:
-                self._handed.append(time.monotonic())
+                self._handed.append((time.monotonic(), step_kind(plan)))
                 stream.send(plan, self._settings.step_timeout_s)
         finally:
             self._deliver(committed)
@@ -283,7 +283,8 @@ class Group:
         except GroupError as error:
             # Attaching again voids what the group holds, and with it the contradiction.
             raise Unavailable(f"attaching again: {error}") from error
-        self.overhead.committed(self._handed.popleft(), time.monotonic(), result.timing)
+        handed, kind = self._handed.popleft()
+        self.overhead.committed(handed, time.monotonic(), result.timing, kind)
         self.ranks = result.ranks
         if log.isEnabledFor(logging.DEBUG):
             log.debug("epoch %d step %d: %s", result.epoch, result.step, result.timing)

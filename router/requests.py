@@ -187,6 +187,8 @@ class Request:
         failed_at: length of the text at the last of them.
         runs_alone: whether it is suspected of being the reason, and shares no step (``suspects.py``).
         sat_out: whether it stayed out of the last step to wait for a proposal.
+        queued_at: when it came, until its first step.
+        committed_at: when tokens of it became permanent last.
         ended: set once the request is over; its step may still be in flight.
     """
 
@@ -217,6 +219,8 @@ class Request:
     failed_at: int = 0
     runs_alone: bool = False
     sat_out: bool = False
+    queued_at: float | None = None
+    committed_at: float | None = None
     ended: bool = False
 
     @property

@@ -16,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from outrider.core.block_pool import BlockPool
+from outrider.core.histogram import Histogram
 from outrider.core.plan import GroupInfo, SequenceError, SequenceResult, StepPlan, StepResult
 from outrider.core.proposal import Proposal, sound_part
 from outrider.router.ahead import LEAD_S, rows_ahead
 from outrider.router.batch import Batcher, LimitPrompts
 from outrider.router.books import check_books
 from outrider.router.checks import end_length
+from outrider.router.counts import SchedulerCounts
 from outrider.router.draft_book import DraftBook
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
 from outrider.router.families import RequestBook, new_family
@@ -42,7 +44,11 @@ def no_stops(request: NewRequest) -> Cutter:
 
 
 class Scheduler:
-    """Schedules the requests of one target group: one step that runs, and at most one planned ahead behind it."""
+    """Schedules the requests of one target group: one step that runs, and at most one planned ahead behind it.
+
+    Attributes:
+        counts: what happened, for status and metrics.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,7 @@ class Scheduler:
         self.info = info
         self.settings = settings
         self.epoch = epoch
+        self.counts = SchedulerCounts()
         self._make_cutter = make_cutter
         self._requests = RequestBook()
         self._batcher = Batcher(info, settings.max_num_seqs, enable_prefix_caching=settings.enable_prefix_caching)
@@ -63,7 +70,6 @@ class Scheduler:
         self._num_steps = 0
         self._pacer = Pacer()
         self._held_until: float | None = None
-        self._num_lookup_tokens = self._num_lookup_accepted = 0
 
     def add(self, request: NewRequest, now: float) -> None:
         """Queue a request, all its choices or none.
@@ -82,6 +88,7 @@ class Scheduler:
             num_speculative_tokens=k,
             make_cutter=self._make_cutter,
             lookup_lengths=self.settings.lookup_lengths,
+            queued_at=now,
         )
         self._requests.add(family)
         self._batcher.waiting.extend(family.members.values())
@@ -131,6 +138,8 @@ class Scheduler:
             after_step=after_step,
         )
         self._flight.add(plan, rows, now)
+        for part in rows:
+            self.counts.began(part.request, now)
         self._drafts.assign(self._batcher.running, now)
         return plan
 
@@ -189,6 +198,7 @@ class Scheduler:
         Returns the ends of requests that the group does not survive, and of those that it cannot hold (normally none).
         """
         self.epoch, self.info = epoch, info
+        self.counts.num_resets += 1
         guilty = group_failed([request for request in self._flight.requests if not request.ended])
         self._flight.clear()
         self._pacer.group_changed()
@@ -263,6 +273,7 @@ class Scheduler:
             reason = "older than the one at hand"
         if reason is None:
             request.proposal, request.proposal_draft = proposal, draft_id
+        self.counts.offered(kept=reason is None)
         return reason
 
     @property
@@ -297,10 +308,15 @@ class Scheduler:
             prefix_cache_queries=self._batcher.num_queried_tokens,
             prefix_cache_hits=self._batcher.num_hit_tokens,
             num_preemptions=self._batcher.num_preemptions,
-            num_lookup_tokens=self._num_lookup_tokens,
-            num_lookup_accepted=self._num_lookup_accepted,
+            num_lookup_tokens=self.counts.lookup.num_draft_tokens,
+            num_lookup_accepted=self.counts.lookup.num_accepted_tokens,
             drafts=self._drafts.snapshots(),
         )
+
+    @property
+    def proposal_time(self) -> Histogram:
+        """From telling a draft of a commit to its proposal; those of prefixes that it had to catch up with left out."""
+        return self._drafts.proposal_time
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if the books do not balance."""
@@ -322,11 +338,11 @@ class Scheduler:
         learn(request, proposal, part.is_lookup, outcome.num_accepted)
         if proposal is not None:
             verified = num_verified(proposal, len(tokens), len(kept))
+            self.counts.verified(proposal, verified, accepted, is_lookup=part.is_lookup)
             if part.draft_id is not None:
                 self._drafts.count(part.draft_id, verified, accepted)
-            else:
-                self._num_lookup_tokens += verified
-                self._num_lookup_accepted += accepted
+        is_first = position == request.prompt_len
+        self.counts.committed(request, len(kept), now, is_first=is_first, had_proposal=proposal is not None)
         request.text.extend(kept)
         progressed(request)
         self._batcher.computed(request, part.num_text_rows, accepted)
