@@ -8,7 +8,9 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from outrider.v1 import admin_pb2 as _admin_pb2
 from outrider.v1 import common_pb2 as _common_pb2
+from outrider.v1 import target_pb2 as _target_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -42,6 +44,96 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 5
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+@_typing.final
+class FollowRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
+
+@_typing.final
+class FollowResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"ready", or why requests would not be answered."""
+    draining: _builtins.bool
+    """New requests are not taken in; running ones go on."""
+    @_builtins.property
+    def group(self) -> _target_pb2.Attached:
+        """Absent before the first target was attached, and where the router owns no group."""
+
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        group: _target_pb2.Attached | None = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "group", b"group", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowResponse: _TypeAlias = FollowResponse  # noqa: Y015
+
+@_typing.final
+class DescribeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
+
+@_typing.final
+class DescribeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    queued: _builtins.int
+    running: _builtins.int
+    @_builtins.property
+    def group(self) -> _admin_pb2.GroupStatus: ...
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.DraftStatus]: ...
+    def __init__(
+        self,
+        *,
+        group: _admin_pb2.GroupStatus | None = ...,
+        drafts: _abc.Iterable[_admin_pb2.DraftStatus] | None = ...,
+        queued: _builtins.int = ...,
+        running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "group", b"group", "queued", b"queued", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 
 @_typing.final
 class SubmitRequest(_message.Message):
@@ -113,7 +205,10 @@ class SubmitResponse(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    NOT_HERE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
+    not_here: _builtins.bool
+    """Nothing was taken in: the router owns no group, or shuts down. Ask the owner, or the next one."""
     @_builtins.property
     def header(self) -> _common_pb2.Header: ...
     def __init__(
@@ -121,10 +216,11 @@ class SubmitResponse(_message.Message):
         *,
         header: _common_pb2.Header | None = ...,
         group_id: _builtins.str = ...,
+        not_here: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "header", b"header", "not_here", b"not_here"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GroupServiceStub:
-    """Served by the owner of a group.
+    """Served by every router on a port of its own, for frontends in other routers. Those that own no group say so.
     """
 
     def __init__(self, channel):
@@ -35,6 +35,11 @@ class GroupServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Follow = channel.unary_stream(
+                '/outrider.v1.GroupService/Follow',
+                request_serializer=outrider_dot_v1_dot_group__pb2.FollowRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_group__pb2.FollowResponse.FromString,
+                _registered_method=True)
         self.Submit = channel.unary_unary(
                 '/outrider.v1.GroupService/Submit',
                 request_serializer=outrider_dot_v1_dot_group__pb2.SubmitRequest.SerializeToString,
@@ -50,14 +55,27 @@ class GroupServiceStub:
                 request_serializer=outrider_dot_v1_dot_group__pb2.AbortRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_group__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/outrider.v1.GroupService/Describe',
+                request_serializer=outrider_dot_v1_dot_group__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_group__pb2.DescribeResponse.FromString,
+                _registered_method=True)
 
 
 class GroupServiceServicer:
-    """Served by the owner of a group.
+    """Served by every router on a port of its own, for frontends in other routers. Those that own no group say so.
     """
 
+    def Follow(self, request, context):
+        """What the router owns and how that does, at once and whenever it changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Submit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """A request that nobody watches for some seconds is aborted.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -75,9 +93,21 @@ class GroupServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """What an operator reads of the group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GroupServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=outrider_dot_v1_dot_group__pb2.FollowRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_group__pb2.FollowResponse.SerializeToString,
+            ),
             'Submit': grpc.unary_unary_rpc_method_handler(
                     servicer.Submit,
                     request_deserializer=outrider_dot_v1_dot_group__pb2.SubmitRequest.FromString,
@@ -93,6 +123,11 @@ def add_GroupServiceServicer_to_server(servicer, server):
                     request_deserializer=outrider_dot_v1_dot_group__pb2.AbortRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_group__pb2.AbortResponse.SerializeToString,
             ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=outrider_dot_v1_dot_group__pb2.DescribeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_group__pb2.DescribeResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'outrider.v1.GroupService', rpc_method_handlers)
@@ -102,8 +137,35 @@ def add_GroupServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GroupService:
-    """Served by the owner of a group.
+    """Served by every router on a port of its own, for frontends in other routers. Those that own no group say so.
     """
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.GroupService/Follow',
+            outrider_dot_v1_dot_group__pb2.FollowRequest.SerializeToString,
+            outrider_dot_v1_dot_group__pb2.FollowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Submit(request,
@@ -176,6 +238,33 @@ class GroupService:
             '/outrider.v1.GroupService/Abort',
             outrider_dot_v1_dot_group__pb2.AbortRequest.SerializeToString,
             outrider_dot_v1_dot_group__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GroupService/Describe',
+            outrider_dot_v1_dot_group__pb2.DescribeRequest.SerializeToString,
+            outrider_dot_v1_dot_group__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

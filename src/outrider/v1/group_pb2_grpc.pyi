@@ -27,36 +27,55 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GroupServiceStub:
-    """Served by the owner of a group."""
+    """Served by every router on a port of its own, for frontends in other routers. Those that own no group say so."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GroupServiceAsyncStub: ...
+    Follow: _grpc.UnaryStreamMultiCallable[_group_pb2.FollowRequest, _group_pb2.FollowResponse]
+    """What the router owns and how that does, at once and whenever it changes."""
     Submit: _grpc.UnaryUnaryMultiCallable[_group_pb2.SubmitRequest, _group_pb2.SubmitResponse]
+    """A request that nobody watches for some seconds is aborted."""
     Watch: _grpc.UnaryStreamMultiCallable[_group_pb2.WatchRequest, _group_pb2.WatchResponse]
     """Sends what was committed from from_position on, then follows; ends after the message that carries a finish."""
     Abort: _grpc.UnaryUnaryMultiCallable[_group_pb2.AbortRequest, _group_pb2.AbortResponse]
+    Describe: _grpc.UnaryUnaryMultiCallable[_group_pb2.DescribeRequest, _group_pb2.DescribeResponse]
+    """What an operator reads of the group."""
 
 @_typing.type_check_only
 class GroupServiceAsyncStub(GroupServiceStub):
-    """Served by the owner of a group."""
+    """Served by every router on a port of its own, for frontends in other routers. Those that own no group say so."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Follow: _aio.UnaryStreamMultiCallable[_group_pb2.FollowRequest, _group_pb2.FollowResponse]  # type: ignore[assignment]
+    """What the router owns and how that does, at once and whenever it changes."""
     Submit: _aio.UnaryUnaryMultiCallable[_group_pb2.SubmitRequest, _group_pb2.SubmitResponse]  # type: ignore[assignment]
+    """A request that nobody watches for some seconds is aborted."""
     Watch: _aio.UnaryStreamMultiCallable[_group_pb2.WatchRequest, _group_pb2.WatchResponse]  # type: ignore[assignment]
     """Sends what was committed from from_position on, then follows; ends after the message that carries a finish."""
     Abort: _aio.UnaryUnaryMultiCallable[_group_pb2.AbortRequest, _group_pb2.AbortResponse]  # type: ignore[assignment]
+    Describe: _aio.UnaryUnaryMultiCallable[_group_pb2.DescribeRequest, _group_pb2.DescribeResponse]  # type: ignore[assignment]
+    """What an operator reads of the group."""
 
 class GroupServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the owner of a group."""
+    """Served by every router on a port of its own, for frontends in other routers. Those that own no group say so."""
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request: _group_pb2.FollowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_group_pb2.FollowResponse], _abc.AsyncIterator[_group_pb2.FollowResponse]]:
+        """What the router owns and how that does, at once and whenever it changes."""
 
     @_abc_1.abstractmethod
     def Submit(
         self,
         request: _group_pb2.SubmitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_group_pb2.SubmitResponse, _abc.Awaitable[_group_pb2.SubmitResponse]]: ...
+    ) -> _typing.Union[_group_pb2.SubmitResponse, _abc.Awaitable[_group_pb2.SubmitResponse]]:
+        """A request that nobody watches for some seconds is aborted."""
 
     @_abc_1.abstractmethod
     def Watch(
@@ -72,5 +91,13 @@ class GroupServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _group_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_group_pb2.AbortResponse, _abc.Awaitable[_group_pb2.AbortResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _group_pb2.DescribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_group_pb2.DescribeResponse, _abc.Awaitable[_group_pb2.DescribeResponse]]:
+        """What an operator reads of the group."""
 
 def add_GroupServiceServicer_to_server(servicer: GroupServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
