@@ -3,7 +3,7 @@
 #   image.sh dependencies VENV cpu|cuda [INDEX]   everything but Outrider, at the versions of constraints.txt
 #   image.sh requirements VENV                    what the second half of `dependencies` installs, one a line
 #   image.sh package VENV                         Outrider itself, as a wheel; works without a network
-#   image.sh sbom VENV FILE                       what is installed, as CycloneDX in JSON
+#   image.sh sbom VENV FILE [PACKAGES]            what is installed, as CycloneDX in JSON; PACKAGES lists Debian's
 set -euo pipefail
 cd "$(dirname "$0")/.."
 step=${1:?usage: image.sh STEP VENV …} venv=${2:?usage: image.sh STEP VENV …}
@@ -14,12 +14,16 @@ install() { "$venv/bin/python" -m pip install --quiet --constraint constraints.t
 case $step in
 dependencies)
     variant=${3:?cpu or cuda} index=${4:-}
-    python3 -m venv "$venv"
-    torch=torch
-    [ "$variant" != cpu ] || [ -z "$index" ] || torch="torch --index-url $index"
-    # shellcheck disable=SC2086  # an option and its value
-    install $torch
+    case $variant in
+    cpu | cuda) ;;
+    *) echo "image.sh: there is no variant $variant, only cpu and cuda" >&2; exit 2 ;;
+    esac
+    [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+    torch=(torch)
+    [ "$variant" != cpu ] || [ -z "$index" ] || torch+=(--index-url "$index")
+    install "${torch[@]}"
     install numpy "setuptools>=77" wheel ninja
+    # It looks for torch while it is built; its operators are compiled where they are used.
     DS_BUILD_OPS=0 install --no-build-isolation deepspeed
     scripts/image.sh requirements "$venv" > "$venv/requirements.txt"
     install --no-build-isolation --requirement "$venv/requirements.txt"
@@ -32,7 +36,8 @@ import tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
-words = [*project["dependencies"], *(word for name in ("router", "engine", "worker") for word in extras[name])]
+names = ("router", "engine", "worker", "tracing")
+words = [*project["dependencies"], *(word for name in names for word in extras[name])]
 print("\n".join(sorted({word for word in words if not word.startswith("outrider[")})))
 PY
     ;;
@@ -43,10 +48,11 @@ package)
     "$venv/bin/python" -m pip install --quiet --no-deps --no-index --force-reinstall "$wheels"/outrider-*.whl
     ;;
 sbom)
-    "$venv/bin/python" - "${3:?the file to write}" << 'PY'
+    "$venv/bin/python" - "${3:?the file to write}" "${4:-}" << 'PY'
 import json
 import sys
 from importlib.metadata import distributions
+from urllib.parse import quote
 
 found = {}
 for each in distributions():
@@ -57,6 +63,12 @@ for each in distributions():
         component["licenses"] = [{"expression": licence}]
     found.setdefault(name, component)
 components = [found[name] for name in sorted(found)]
+if sys.argv[2]:
+    with open(sys.argv[2]) as file:
+        for line in file:
+            name, version = line.split()
+            purl = f"pkg:deb/debian/{name.partition(':')[0]}@{quote(version, safe='')}"
+            components.append({"type": "library", "name": name, "version": version, "purl": purl})
 bom = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "components": components}
 with open(sys.argv[1], "w") as file:
     json.dump(bom, file, indent=1)

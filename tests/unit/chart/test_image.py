@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import site
@@ -35,11 +36,15 @@ def instructions() -> list[tuple[str, str, str]]:
     return found
 
 
+def stages() -> set[str]:
+    return {name for name, _, _ in instructions() if name}
+
+
 def chain(stage: str) -> list[tuple[str, str]]:
     """Instructions of a stage and of those that it begins with."""
     mine = [(word, rest) for name, word, rest in instructions() if name == stage]
     before = next(rest.split()[0] for word, rest in mine if word == "FROM")
-    return (chain(before) if before in {name for name, _, _ in instructions()} else []) + mine
+    return (chain(before) if before in stages() else []) + mine
 
 
 def allowed(path: str) -> bool:
@@ -66,6 +71,30 @@ def test_nobody_is_root(stage: str) -> None:
     assert users[-1:] == ["10001:10001"]
 
 
+@pytest.mark.parametrize("stage", sorted(stages()))
+def test_a_step_names_no_variable_that_its_stage_lacks(stage: str) -> None:
+    """An ARG holds to the end of its stage and in those that begin with it; one before the first FROM holds in none."""
+    known = {"HOME", "PATH"}
+    for word, rest in chain(stage):
+        if word == "ARG":
+            known.add(rest.partition("=")[0])
+        elif word == "ENV":
+            known |= {pair.partition("=")[0] for pair in rest.split()}
+        elif word in ("RUN", "COPY", "WORKDIR"):
+            shown = re.sub(r"'[^']*'", "", rest)  # what the shell leaves alone
+            assert {name for name in re.findall(r"\$\{?(\w+)", shown)} <= known, rest
+
+
+def test_each_variant_is_made_of_its_own_dependencies() -> None:
+    for variant in FINAL:
+        [(source, _)] = [re.findall(r"--from=(\S+) (\S+)", rest)[0] for word, rest in chain(variant) if word == "COPY"]
+        [step] = [rest for word, rest in chain(source) if word == "RUN" and "image.sh dependencies" in rest]
+        assert step.split()[3] == variant
+        made = [rest for word, rest in chain(source) if word == "RUN" and "image.sh package" in rest]
+        assert len(made) == 1
+        assert "image.sh sbom" in made[0]
+
+
 def test_bases_are_pinned_and_nothing_is_fetched_by_hand() -> None:
     images = [rest for _, word, rest in instructions() if word == "ARG" and rest.startswith("PYTHON_IMAGE=")]
     assert len(images) == 1
@@ -75,7 +104,7 @@ def test_bases_are_pinned_and_nothing_is_fetched_by_hand() -> None:
 
 def test_what_is_copied_is_there() -> None:
     for _, word, rest in instructions():
-        if word == "COPY" and "--from" not in rest:
+        if word == "COPY" and "--from=" not in rest:
             for source in rest.split()[:-1]:
                 assert (ROOT / source).exists(), source
                 assert allowed(source), source
@@ -115,22 +144,76 @@ def test_the_dependencies_are_those_of_routers_and_workers() -> None:
         assert item.specifier.contains(version(item.name)), item
 
 
-def test_the_package_is_made_and_listed_without_a_network(tmp_path: Path) -> None:
-    """Steps `package` and `sbom` on a copy of what the build sees, in an environment that has the dependencies."""
-    source = tmp_path / "src"
+def copy_words(source: Path) -> None:
+    """What the build sees before it sees the source."""
     for name in ("pyproject.toml", "constraints.txt", "README.md", "scripts/image.sh"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, source / name)
+
+
+def environment_with_everything(home: Path, *, with_pip: bool) -> Path:
+    """A virtual environment that finds what is installed here beside its own; its site-packages."""
+    venv.create(home, with_pip=with_pip, symlinks=True)
+    [packages] = home.glob("lib/python*/site-packages")
+    (packages / "theirs.pth").write_text("\n".join(site.getsitepackages()))
+    return packages
+
+
+@pytest.mark.parametrize("variant", FINAL)
+def test_the_dependencies_are_installed_at_the_versions_that_are_pinned(tmp_path: Path, variant: str) -> None:
+    """Step `dependencies` with the real pip and no network: what is missing here, or of another version, fails it."""
+    copy_words(tmp_path)
+    home = tmp_path / "venv"
+    packages = environment_with_everything(home, with_pip=False)
+    before = set(packages.iterdir())
+
+    def dependencies() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tmp_path / "scripts" / "image.sh", "dependencies", str(home), variant, ""],
+            env={"PATH": os.environ.get("PATH", os.defpath), "PIP_NO_INDEX": "1", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    done = dependencies()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(packages.iterdir()) == before, "everything was there"
+    assert "torch" in (home / "requirements.txt").read_text()
+    if variant == "cpu":
+        pinned = tmp_path / "constraints.txt"
+        pinned.write_text(re.sub(r"^torch==.*$", "torch==0.0.1", pinned.read_text(), flags=re.M))
+        refused = dependencies()
+        assert refused.returncode != 0
+        assert "torch" in refused.stderr
+
+
+def test_another_variant_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "image.sh", "dependencies", str(tmp_path / "venv"), "tpu"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "image.sh: there is no variant tpu, only cpu and cuda\n")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_the_package_is_made_and_listed_without_a_network(tmp_path: Path) -> None:
+    """Steps `package` and `sbom` on a copy of what the build sees, in an environment that has the dependencies."""
+    source = tmp_path / "src"
+    copy_words(source)
     for name in ("cluster", "workers", "router", "kernels", "bench", "src"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     home = tmp_path / "venv"
-    venv.create(home, with_pip=False, symlinks=True)
+    packages = environment_with_everything(home, with_pip=False)
     python = home / "bin" / "python"
-    [packages] = home.glob("lib/python*/site-packages")
-    (packages / "theirs.pth").write_text("\n".join(site.getsitepackages()))
-
-    for words in (("package", str(home)), ("sbom", str(home), str(tmp_path / "sbom.json"))):
+    debian = tmp_path / "debian-packages"
+    debian.write_text("libgomp1:amd64 12.2.0-14\nbase-files 12.4+deb12u6\n")
+    for words in (("package", str(home)), ("sbom", str(home), str(tmp_path / "sbom.json"), str(debian))):
         done = subprocess.run(
             [source / "scripts" / "image.sh", *words], capture_output=True, text=True, timeout=240, check=False
         )
@@ -149,3 +232,5 @@ def test_the_package_is_made_and_listed_without_a_network(tmp_path: Path) -> Non
     names = {component["name"]: component for component in bom["components"]}
     assert {"outrider", "torch", "ray", "grpcio", "redis"} <= names.keys()
     assert names["torch"]["purl"].startswith("pkg:pypi/torch@")
+    assert names["base-files"]["purl"] == "pkg:deb/debian/base-files@12.4%2Bdeb12u6"
+    assert names["libgomp1:amd64"]["purl"] == "pkg:deb/debian/libgomp1@12.2.0-14"
