@@ -13,8 +13,10 @@ from outrider.cluster.keeper import keep
 from outrider.cluster.placement import DraftSeat, draft_node, shortage
 from outrider.cluster.ray_cluster import Actor, Draft, RayCluster, thread_environment
 from outrider.cluster.target_group import TargetGroup
+from outrider.cluster.telemetry import ActorEnvironment, no_environment
 from outrider.cluster.waiting import all_or_first_error
 from outrider.core.errors import GroupError, Unavailable
+from outrider.core.logs import Process
 
 WORKER = "outrider.workers.draft.worker:DraftWorker"
 START_TIMEOUT_S = 600.0
@@ -27,13 +29,22 @@ class DraftProcess:
     """One seat and whoever sits in it. Each worker has an id of its own: ``draft-0``, after a death ``draft-0.1``."""
 
     def __init__(
-        self, ray_cluster: RayCluster, seat: DraftSeat, group: TargetGroup, *, cluster: str, redis_url: str
+        self,
+        ray_cluster: RayCluster,
+        seat: DraftSeat,
+        group: TargetGroup,
+        *,
+        cluster: str,
+        redis_url: str,
+        environment: ActorEnvironment = no_environment,
     ) -> None:
+        """``environment``: further variables of a worker's process."""
         self._ray = ray_cluster
         self._seat = seat
         self._group = group
         self._cluster = cluster
         self._redis_url = redis_url
+        self._environment = environment
         self._incarnations = itertools.count()
         self._actor: Actor | None = None
         self.draft_id = seat.name
@@ -55,13 +66,14 @@ class DraftProcess:
             "draft_id": self.draft_id,
             "redis_url": self._redis_url,
         }
+        process = Process("draft", self.draft_id, self._cluster)
         self._actor = Actor(
             f"draft {self.draft_id}",
             Draft,
             WORKER,
             arguments,
             needs=self._seat.needs,
-            runtime_env={"env_vars": thread_environment(num_threads)},
+            runtime_env={"env_vars": thread_environment(num_threads) | self._environment(process)},
             **options,
         )
         try:

@@ -16,6 +16,8 @@ import psutil
 
 from outrider.cluster.config import RayConfig
 from outrider.cluster.placement import NodeFacts, Resources, shortage
+from outrider.cluster.telemetry import set_up_actor
+from outrider.cluster.worker_logs import forward_as_json
 from outrider.core.errors import ConfigError, GroupError, OutriderError, Unavailable
 
 OBJECT_STORE_BYTES = 80 << 20  # tensors never go through Ray; this is about the least that it takes
@@ -26,6 +28,7 @@ class Hosted:
     """An actor that makes an object by its name and passes calls on, so that the supervisor never imports torch."""
 
     def __init__(self, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        set_up_actor()
         self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -43,8 +46,10 @@ class Draft(Hosted):
 class RayCluster:
     """A connection to Ray from ``start`` to ``stop``; one for each process."""
 
-    def __init__(self, config: RayConfig, cluster: str) -> None:
+    def __init__(self, config: RayConfig, cluster: str, *, json_logs: bool = False) -> None:
+        """``json_logs``: what actors print goes on as JSON objects, one a line."""
         self._config = config
+        self._json_logs = json_logs
         self._namespace = f"outrider-{cluster}"
         self.address = ""
         self.scratch: Path | None = None  # to remove after ``stop``
@@ -103,6 +108,8 @@ class RayCluster:
                 f"Ray at {self._config.address} cannot be joined: {first_line(error)}; see ray.address, "
                 "and where its token authentication is on, RAY_AUTH_TOKEN"
             ) from error
+        if self._json_logs:
+            forward_as_json()
         self.address = ray.get_runtime_context().gcs_address
         if self.is_local:
             self._roots = [child for child in psutil.Process().children() if child not in before]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,23 @@ class Reporter:
             os.write(self._descriptor, f"{text}\n".encode())
         except OSError:
             self.close()
+
+
+class LogReporter(Reporter):
+    """Writes events into a log, for one whose every line is an object."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._descriptor = None
+        self._as_records = False
+        self._log = log
+
+    def close(self) -> None:
+        """A log is not closed."""
+
+    def _say(self, event: Event, line: str) -> None:
+        if event == "ready":
+            line = f"ready: the router listens on {line}"
+        self._log.log(logging.ERROR if event == "error" else logging.INFO, "%s", line)
 
 
 def read_record(line: str) -> tuple[Event, str] | None:

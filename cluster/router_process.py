@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -133,7 +135,10 @@ class RouterProcess:
         except OSError:
             return ""
         lines = [line.strip() for line in lines if line.strip()]
-        return lines[-1].removeprefix("outrider router: ")[:300] if lines else ""
+        last = lines[-1] if lines else ""
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            last = str(json.loads(last)["message"])  # a log of JSON objects
+        return last.removeprefix("outrider router: ")[:300]
 
     @property
     def _log_file(self) -> Path:

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable
@@ -29,14 +30,16 @@ from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placeme
 from outrider.cluster.ray_cluster import RayCluster, host_and_port
 from outrider.cluster.redis_server import LOOPBACK, RedisServer, address_towards
 from outrider.cluster.registry import Registry, masked
-from outrider.cluster.report import Reporter, output_to
+from outrider.cluster.report import LogReporter, Reporter, output_to
 from outrider.cluster.router_process import RouterProcess
 from outrider.cluster.state import ClusterState, StateFolder, child_of
 from outrider.cluster.target_group import TargetGroup
+from outrider.cluster.telemetry import actor_environment, log_settings
 from outrider.cluster.waiting import all_or_first_error, guarded
 from outrider.core.errors import OutriderError, Unavailable
+from outrider.core.logs import Process, configure
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("outrider.cluster.supervisor")  # also where this module is the program
 
 Part = TypeVar("Part")
 
@@ -66,7 +69,7 @@ class Supervisor:
         self._state = ClusterState(config.cluster, os.getpid(), "starting", settings_file=str(settings_file))
         self._stopping = asyncio.Event()
         self._redis: RedisServer | None = None
-        self._ray = RayCluster(config.ray, config.cluster)
+        self._ray = RayCluster(config.ray, config.cluster, json_logs=log_settings(config).format == "json")
         self._ray_started = False
         self._registry: Registry | None = None
         self._group: TargetGroup | None = None
@@ -121,12 +124,20 @@ class Supervisor:
             cluster=self._config.cluster,
             group_id="target",
             redis_url=redis_url,
+            environment=partial(actor_environment, self._config),
         )
         await group.place()
         self._seats = placement.drafts
         self._drafts = drafts = DraftPool(
             [
-                DraftProcess(self._ray, seat, group, cluster=self._config.cluster, redis_url=redis_url)
+                DraftProcess(
+                    self._ray,
+                    seat,
+                    group,
+                    cluster=self._config.cluster,
+                    redis_url=redis_url,
+                    environment=partial(actor_environment, self._config),
+                )
                 for seat in placement.drafts
             ],
             self._threads_on,
@@ -322,7 +333,11 @@ def supervise(
         folder = StateFolder(config.cluster)
         log_to_file = partial(output_to, folder.log_file, for_good=report_fd is not None)
         with folder.hold(), contextlib.nullcontext() if apart else log_to_file():
-            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+            logs = log_settings(config)
+            configure(logs, Process("supervisor", socket.gethostname(), config.cluster))
+            if apart and logs.format == "json":
+                reporter.close()
+                reporter = LogReporter(log)
             check_models(config)
             if not apart:
                 check_router_port(config)
@@ -336,7 +351,8 @@ def supervise(
                 )
                 asyncio.run(supervisor.run())
             except OutriderError as error:
-                log.error("%s", error)
+                if not isinstance(reporter, LogReporter):
+                    log.error("%s", error)
                 raise
     except OutriderError as error:
         reporter.error(str(error))

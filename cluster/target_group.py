@@ -11,8 +11,10 @@ from outrider.cluster.config import TargetConfig
 from outrider.cluster.placement import ClusterPlacement, local_size, rank_device
 from outrider.cluster.ray_cluster import Actor, RayCluster, TargetRank, thread_environment
 from outrider.cluster.registry import Registry
+from outrider.cluster.telemetry import ActorEnvironment, no_environment
 from outrider.cluster.waiting import all_or_first_error
 from outrider.core.errors import GroupError
+from outrider.core.logs import Process
 
 SHARD = "outrider.workers.target.shard:TargetShard"
 PLACE_TIMEOUT_S = 60.0
@@ -34,13 +36,16 @@ class TargetGroup:
         cluster: str,
         group_id: str,
         redis_url: str,
+        environment: ActorEnvironment = no_environment,
     ) -> None:
+        """``environment``: further variables of a rank's process."""
         self._ray = ray_cluster
         self._placement = placement
         self._config = config
         self._cluster = cluster
         self.group_id = group_id
         self._redis_url = redis_url
+        self._environment = environment
         self._bundles: Any = None
         self._ranks: list[Actor] = []
         self.epoch = 0
@@ -86,6 +91,7 @@ class TargetGroup:
                 "epoch": self.epoch,
                 "redis_url": self._redis_url,
             }
+            process = Process("target", str(rank), self._cluster, self.epoch)
             self._ranks.append(
                 Actor(
                     f"target rank {rank}",
@@ -93,7 +99,7 @@ class TargetGroup:
                     SHARD,
                     arguments,
                     needs=self._placement.rank_needs,
-                    runtime_env={"env_vars": thread_environment(num_threads)},
+                    runtime_env={"env_vars": thread_environment(num_threads) | self._environment(process)},
                     **self._bundle(rank),
                 )
             )

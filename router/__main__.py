@@ -12,8 +12,10 @@ import sys
 import uuid
 from pathlib import Path
 
-from outrider.cluster.config import load_config
+from outrider.cluster.config import ClusterConfig, load_config
+from outrider.cluster.telemetry import log_settings
 from outrider.core.errors import OutriderError
+from outrider.core.logs import LEVELS, Process, configure
 from outrider.router.server import RouterServer
 
 log = logging.getLogger("outrider.router")
@@ -32,25 +34,30 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--router-id", default=None, help="its name in the registry (default: host and a number)")
     parser.add_argument("--grace", type=float, default=5.0, metavar="SECONDS", help="time that SIGTERM gives requests")
-    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    parser.add_argument("--log-level", type=str.lower, choices=LEVELS, help="default: the environment's, or the file's")
     arguments = parser.parse_args(argv)
     if arguments.redis is None:
         parser.error(f"--redis is missing, and {REDIS_VARIABLE} is not set")
-    logging.basicConfig(
-        stream=sys.stderr, level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     router_id = arguments.router_id or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    log_format = "text"
     try:
-        asyncio.run(serve(arguments.file, arguments.redis, router_id, arguments.grace))
+        config = load_config(arguments.file)
+        logs = log_settings(config, arguments.log_level)
+        configure(logs, Process("router", router_id, config.cluster))
+        log_format = logs.format
+        asyncio.run(serve(config, arguments.redis, router_id, arguments.grace))
     except OutriderError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if log_format == "json":
+            log.error("%s", error)
+        else:
+            print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def serve(file: Path, redis_url: str, router_id: str, grace_s: float) -> None:
+async def serve(config: ClusterConfig, redis_url: str, router_id: str, grace_s: float) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Raises ``ConfigError`` or ``Unavailable`` if it cannot start."""
-    server = RouterServer(load_config(file), redis_url, router_id=router_id)
+    server = RouterServer(config, redis_url, router_id=router_id)
     asked_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

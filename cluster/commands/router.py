@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from outrider.core.errors import ConfigError
+from outrider.core.logs import LEVELS
 
 REDIS_VARIABLE = "OUTRIDER_REDIS_URL"
 
@@ -23,7 +24,10 @@ def router(
     grace: Annotated[
         float, typer.Option("--grace", help="Seconds that SIGTERM gives running requests.", min=0.0)
     ] = 30.0,
-    log_level: Annotated[str, typer.Option("--log-level", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    log_level: Annotated[
+        str | None,
+        typer.Option("--log-level", help="debug, info, warning or error; else the environment's or the file's."),
+    ] = None,
 ) -> None:
     """Run one router here until SIGTERM, which lets running requests finish. Redis must be named by redis.url."""
     from outrider.cluster.config import load_config
@@ -34,9 +38,11 @@ def router(
         environment[REDIS_VARIABLE] = config.redis.url  # a command line, and a password in it, is for all to read
     elif REDIS_VARIABLE not in environment:
         raise ConfigError(f"{file}: redis.url is missing: a router alone does not start Redis")
-    if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter("must be DEBUG, INFO, WARNING or ERROR", param_hint="--log-level")
-    words = ["-f", str(file), "--grace", str(grace), "--log-level", log_level]
+    words = ["-f", str(file), "--grace", str(grace)]
+    if log_level is not None:
+        if log_level.lower() not in LEVELS:
+            raise typer.BadParameter(f"must be one of {', '.join(LEVELS)}", param_hint="--log-level")
+        words += ["--log-level", log_level]
     if router_id is not None:
         words += ["--router-id", router_id]
     # In place of this process, so that whoever started it sends signals to the router itself.

@@ -41,7 +41,7 @@ def test_a_router_takes_the_place_of_its_command(tmp_path: Path, monkeypatch: py
     assert words[0] == program
     assert words[1:] == [
         *("-P", "-m", "outrider.router", "-f", str(file)),
-        *("--grace", "12.0", "--log-level", "INFO", "--router-id", "router-a"),
+        *("--grace", "12.0", "--router-id", "router-a"),
     ]
     assert environment["OUTRIDER_REDIS_URL"] == "redis://:secret@redis:6379/0"
 
@@ -132,3 +132,15 @@ def test_the_supervisor_waits_for_ray(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(Unavailable):
             asyncio.run(start())
     reporter.close()
+
+
+def test_the_level_of_a_log_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *call: called.append(call))
+    file = write(tmp_path, APART)
+    done = CliRunner().invoke(app, ["router", "-f", str(file), "--log-level", "LOUD"])
+    assert done.exit_code == 2
+    assert not called
+    done = CliRunner().invoke(app, ["router", "-f", str(file), "--log-level", "INFO"])
+    assert done.exit_code == 0, done.output
+    assert called[0][1][-2:] == ["--log-level", "INFO"]
