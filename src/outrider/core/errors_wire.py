@@ -75,6 +75,18 @@ def error_from_rpc(error: grpc.aio.AioRpcError, *, address: str = "") -> Outride
     return _BY_CODE.get(code, OutriderError)(f"{code.name}: {line}")
 
 
+def code_name(error: BaseException) -> str:
+    """The gRPC status that an exception stands for, such as ``INVALID_ARGUMENT``; ``INTERNAL`` for a fault of ours."""
+    kind = next((kind for kind in type(error).__mro__ if kind in _CODES), None)
+    code: str = code_pb2.Code.Name(_CODES[kind] if kind else code_pb2.INTERNAL)
+    return code
+
+
+def code_names() -> list[str]:
+    """Every name that ``code_name`` gives."""
+    return sorted({code_pb2.Code.Name(code) for code in (*_CODES.values(), code_pb2.INTERNAL)})
+
+
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
     """End a call with the status of an exception."""
     status = error_to_status(error)
