@@ -9,9 +9,19 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def testbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def warm_python() -> Iterator[Any]:
+    """Starts processes of ranks and drafts that need not import torch any more."""
+    from outrider_testbed import WarmPython
+
+    python = WarmPython()
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="session")
+def testbed(tmp_path_factory: pytest.TempPathFactory, warm_python: Any) -> Iterator[Any]:
     from outrider_testbed import Testbed
 
-    bed = Testbed(tmp_path_factory.mktemp("testbed"))
+    bed = Testbed(tmp_path_factory.mktemp("testbed"), warm_python)
     yield bed
     bed.close()

@@ -7,12 +7,10 @@ import json
 import os
 import queue
 import secrets
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.parallel import Parallel
+from outrider_testbed import WarmPython
 
 HERE = Path(__file__).parent
 VOCAB_SIZE = 300
@@ -95,17 +94,18 @@ def settings_of(model: str, **changes: Any) -> dict[str, Any]:
 class Rank:
     """A rank's process."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, python: WarmPython, settings: dict[str, Any]) -> None:
         key = secrets.token_hex(8)
-        environment = {**os.environ, "RANK_KEY": key, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        environment = {**os.environ, "RANK_KEY": key, "OMP_NUM_THREADS": "1"}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         with Listener(family="AF_UNIX", authkey=key.encode()) as listener:
             listener._listener._socket.settimeout(120)  # type: ignore[attr-defined]
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "rank_process.py"), str(listener.address), json.dumps(settings)],
-                stdout=self.log,
-                stderr=subprocess.STDOUT,
-                env=environment,
+            self.process = python.start(
+                HERE / "rank_process.py",
+                [str(listener.address), json.dumps(settings)],
+                environment=environment,
+                log=self.log,
+                rank=settings["rank"],
             )
             self.connection: Connection = listener.accept()
 
@@ -123,14 +123,16 @@ class Rank:
         return self.log.read()[-3000:]
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait(timeout=60)
 
 
 class Group:
     """A started group."""
 
-    def __init__(self, model: str, world_size: int, *, local_size: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, python: WarmPython, model: str, world_size: int, *, local_size: int | None = None, **options: Any
+    ) -> None:
         fault = options.pop("fault", None)
         redis_url = options.pop("redis_url", None)
         last = options.pop("last", {})  # settings of the last rank that differ
@@ -150,7 +152,7 @@ class Group:
             return {**base, **planted}
 
         with ThreadPoolExecutor(world_size) as pool:
-            self.ranks = list(pool.map(Rank, [settings(rank) for rank in range(world_size)]))
+            self.ranks = list(pool.map(lambda rank: Rank(python, settings(rank)), range(world_size)))
             try:
                 host, port = self.ranks[0].call("reserve")
                 size = world_size if local_size is None else local_size
@@ -404,8 +406,8 @@ def oracle_class() -> type[Oracle]:
 
 
 @pytest.fixture(scope="session")
-def group_class() -> type[Group]:
-    return Group
+def group_class(warm_python: WarmPython) -> Callable[..., Group]:
+    return partial(Group, warm_python)
 
 
 @pytest.fixture(scope="session")
@@ -437,12 +439,12 @@ GroupStarter = Callable[..., Group]
 
 
 @pytest.fixture
-def start_group(model_dir: str) -> Iterator[GroupStarter]:
+def start_group(model_dir: str, warm_python: WarmPython) -> Iterator[GroupStarter]:
     """start_group(world_size, fault=..., **config): a group of one's own, killed at the end."""
     with contextlib.ExitStack() as stack:
 
         def start(world_size: int, *, model: str = model_dir, **options: Any) -> Group:
-            group = Group(model, world_size, **options)
+            group = Group(warm_python, model, world_size, **options)
             stack.callback(group.kill)
             return group
 
@@ -454,10 +456,10 @@ LAYOUTS = {"one": (1, None), "two": (2, None), "two-hosts": (2, 1)}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def group(request: pytest.FixtureRequest, model_dir: str) -> Iterator[Group]:
+def group(request: pytest.FixtureRequest, model_dir: str, warm_python: WarmPython) -> Iterator[Group]:
     """A healthy group that the tests of a module share; attaching clears it."""
     world_size, local_size = LAYOUTS[request.param]
-    group = Group(model_dir, world_size, local_size=local_size)
+    group = Group(warm_python, model_dir, world_size, local_size=local_size)
     yield group
     group.stop()
 

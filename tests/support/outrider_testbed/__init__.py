@@ -8,6 +8,7 @@ from outrider_testbed.oracle import Oracle
 from outrider_testbed.relay import Relay
 from outrider_testbed.testbed import TINY, Testbed
 from outrider_testbed.traffic import Case, run_all, run_in_turn
+from outrider_testbed.warm import WarmProcess, WarmPython
 from outrider_testbed.workers import Draft, HostedProcess, Target
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Relay",
     "Target",
     "Testbed",
+    "WarmProcess",
+    "WarmPython",
     "run_all",
     "run_in_turn",
 ]

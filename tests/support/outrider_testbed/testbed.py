@@ -10,6 +10,7 @@ from typing import Any
 from outrider.cluster.redis_server import RedisServer
 from outrider_testbed.cluster import Cluster
 from outrider_testbed.oracle import Oracle
+from outrider_testbed.warm import WarmPython
 from outrider_testbed.workers import Draft, Target
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
@@ -27,8 +28,9 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: WarmPython) -> None:
         self.folder = folder
+        self._python = python
         self._redis = RedisServer(folder / "redis")
         self._redis.start()
         self._workers: list[Target | Draft] = []
@@ -49,7 +51,7 @@ class Testbed:
 
     def new_target(self, world_size: int = 1, **options: Any) -> Target:
         """A group of one's own, to be killed."""
-        target = Target(TINY / "target", world_size, **options)
+        target = Target(self._python, TINY / "target", world_size, **options)
         self._workers.append(target)
         return target
 
@@ -64,7 +66,7 @@ class Testbed:
 
     def new_draft(self, model: Path = TINY / "draft", draft_id: str = "d0", **config: Any) -> Draft:
         """A draft of one's own, to be killed."""
-        draft = Draft(model, draft_id, **config)
+        draft = Draft(self._python, model, draft_id, **config)
         self._workers.append(draft)
         return draft
 

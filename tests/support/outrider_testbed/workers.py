@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
+
+from outrider_testbed.warm import WarmPython
 
 HOST = Path(__file__).with_name("host.py")
 START_TIMEOUT_S = 240.0  # a busy machine imports torch several times at once
@@ -22,24 +21,18 @@ CALL_TIMEOUT_S = 60.0
 class HostedProcess:
     """One worker's process; ``call`` runs one of its methods there."""
 
-    def __init__(self, kind: str, settings: dict[str, Any]) -> None:
+    def __init__(self, python: WarmPython, kind: str, settings: dict[str, Any]) -> None:
         key = secrets.token_hex(8)
-        support = os.pathsep.join([str(HOST.parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        environment = {
-            **os.environ,
-            "OUTRIDER_TESTBED_KEY": key,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONSAFEPATH": "1",
-            "PYTHONPATH": support,
-        }
+        environment = {**os.environ, "OUTRIDER_TESTBED_KEY": key, "OMP_NUM_THREADS": "1"}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         with Listener(family="AF_UNIX", authkey=key.encode()) as listener:
             listener._listener._socket.settimeout(START_TIMEOUT_S)  # type: ignore[attr-defined]
-            self.process = subprocess.Popen(
-                [sys.executable, str(HOST), str(listener.address), kind, json.dumps(settings)],
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                env=environment,
+            self.process = python.start(
+                HOST,
+                [str(listener.address), kind, json.dumps(settings)],
+                environment=environment,
+                log=self._log,
+                rank=settings.get("rank", 0),
             )
             self.connection: Connection = listener.accept()
 
@@ -58,7 +51,7 @@ class HostedProcess:
 
     def kill(self) -> None:
         """SIGKILL."""
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait(timeout=60)
         self.connection.close()
 
@@ -71,9 +64,7 @@ class Target:
         ranks: its processes.
     """
 
-    def __init__(
-        self, model: Path, world_size: int = 1, *, epoch: int = 1, group_id: str = "g0", **config: Any
-    ) -> None:
+    def __init__(self, python: WarmPython, model: Path, world_size: int = 1, *, epoch: int = 1, **config: Any) -> None:
         values = {
             "model": str(model),
             "tensor_parallel_size": world_size,
@@ -85,7 +76,7 @@ class Target:
         settings = {"config": values, "group_id": "g0", "epoch": epoch}
         with ThreadPoolExecutor(world_size) as pool:
             self.ranks = list(
-                pool.map(HostedProcess, ["target"] * world_size, [{**settings, "rank": r} for r in range(world_size)])
+                pool.map(lambda rank: HostedProcess(python, "target", {**settings, "rank": rank}), range(world_size))
             )
             try:
                 host, port = self.ranks[0].call("reserve")
@@ -118,10 +109,10 @@ class Target:
 class Draft:
     """A started draft worker."""
 
-    def __init__(self, model: Path, draft_id: str = "d0", **config: Any) -> None:
+    def __init__(self, python: WarmPython, model: Path, draft_id: str = "d0", **config: Any) -> None:
         values = {"model": str(model), "num_threads": 1, "device": "cpu", **config}
         self.draft_id = draft_id
-        self.host = HostedProcess("draft", {"config": values, "draft_id": draft_id})
+        self.host = HostedProcess(python, "draft", {"config": values, "draft_id": draft_id})
         try:
             facts = self.host.call("start", timeout_s=START_TIMEOUT_S)
         except BaseException:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from outrider_testbed import WarmPython
 
 HERE = Path(__file__).parent
 VOCAB_SIZE = 300
@@ -86,7 +86,7 @@ def models(make_model: ModelMaker) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def run_group(tmp_path_factory: pytest.TempPathFactory) -> GroupRunner:
+def run_group(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython) -> GroupRunner:
     """run_group(world_size, local_size, **settings) -> what scenarios.py found on each rank"""
 
     def run(world_size: int, local_size: int, **settings: Any) -> list[dict[str, Any]]:
@@ -99,16 +99,17 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> GroupRunner:
             values = {"rank": rank, "world_size": world_size, "local_size": local_size, "port": port, **settings}
             values["out"] = str(folder / f"found{rank}")
             (folder / f"settings{rank}.json").write_text(json.dumps(values))
-            command = [sys.executable, str(HERE / "scenarios.py"), str(folder / f"settings{rank}.json")]
-            log = (folder / f"log{rank}").open("w")
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-            ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+            arguments = [str(folder / f"settings{rank}.json")]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            with (folder / f"log{rank}").open("w") as log:
+                script = HERE / "scenarios.py"
+                ranks.append(warm_python.start(script, arguments, environment=environment, log=log, rank=rank))
         try:
             codes = [process.wait(timeout=200) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()
-                process.wait()
+                process.wait(timeout=60)
         logs = "\n".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(world_size))
         assert codes == [0] * world_size, logs
         return [torch.load(folder / f"found{rank}", weights_only=False) for rank in range(world_size)]
