@@ -28,6 +28,24 @@ class RedisConfig(_Section):
     """Where Redis is. Without a URL a redis-server is started on this machine."""
 
     url: str | None = None
+    # Of its user; none is the default one.
+    username: str | None = None
+    # File that holds the password and nothing else, in place of one in the URL.
+    password_file: str | None = None
+    # CA of its certificate, in PEM, where the URL is rediss://; none trusts those of the system.
+    ca_certs: str | None = None
+
+    @model_validator(mode="after")
+    def _login_belongs_to_the_url(self) -> RedisConfig:
+        given = [name for name in ("username", "password_file", "ca_certs") if getattr(self, name) is not None]
+        if given and self.url is None:
+            raise ValueError(f"{given[0]} is set, but url is not")
+        if self.url is not None:
+            if "ca_certs" in given and not self.url.startswith("rediss://"):
+                raise ValueError("ca_certs is set, but url does not begin with rediss://")
+            if {"username", "password_file"} & set(given) and "@" in self.url:
+                raise ValueError(f"{given[0]} is set, but url has a user or password in it too")
+        return self
 
 
 class RayConfig(_Section):
@@ -105,13 +123,18 @@ class RouterConfig(_Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     # Of the OpenAI-compatible API over HTTP; 0 takes a free one, null turns it off.
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
+    # gRPC for other routers, which send the owner of the target their requests; plain, like the ports of ranks and
+    # drafts, so not for clients. 0 takes a free one.
+    group_port: Annotated[int, Field(ge=0, le=65535)] = 0
     # Plain HTTP for Prometheus and the kubelet: /metrics, /livez, /readyz; 0 takes a free one, null turns it off.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     # Names of the model over HTTP, the first of which answers carry; none: the name of the model's folder.
     served_model_name: tuple[str, ...] = ()
-    # Keys that let a client in over HTTP, one a line ("Authorization: Bearer KEY"); read again when it changes.
+    # Keys that let a client in, one a line ("Authorization: Bearer KEY" over HTTP, and in the metadata of gRPC); read
+    # again when it changes.
     api_key_file: str | None = None
-    # For HTTPS: certificate chain and key in PEM; with a CA, clients must show a certificate that it signed.
+    # TLS of gRPC and HTTP: certificate chain and key in PEM; with a CA, clients must show a certificate that it signed.
+    # Read again when they change.
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
@@ -268,6 +291,10 @@ def parse_config(text: str, *, base: Path, source: str = "settings") -> ClusterC
     for section in [data.get("target"), *(drafts if isinstance(drafts, list) else [])]:
         if isinstance(section, dict) and isinstance(section.get("model"), str):
             section["model"] = str((base / section["model"]).resolve())
+    redis = data.get("redis")
+    for name in ("password_file", "ca_certs"):
+        if isinstance(redis, dict) and isinstance(redis.get(name), str):
+            redis[name] = str((base / redis[name]).absolute())
     router = data.get("router")
     for name in ("api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         if isinstance(router, dict) and isinstance(router.get(name), str):

@@ -29,6 +29,7 @@ from outrider.cluster.keeper import keep
 from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, shortage, threads_per_actor
 from outrider.cluster.ray_cluster import RayCluster, host_and_port
 from outrider.cluster.redis_server import LOOPBACK, RedisServer, address_towards
+from outrider.cluster.redis_url import connection_url
 from outrider.cluster.registry import Registry, masked
 from outrider.cluster.report import LogReporter, Reporter, output_to
 from outrider.cluster.router_process import RouterProcess
@@ -168,7 +169,7 @@ class Supervisor:
         self._reporter.ready(router.address)
 
     async def _start_redis(self) -> str:
-        url = self._config.redis.url
+        url = connection_url(self._config.redis)
         if url is not None:
             self._reporter.progress(f"using Redis at {masked(url)}")
         else:
@@ -176,7 +177,7 @@ class Supervisor:
             await asyncio.to_thread(self._redis.start)
             url = self._redis.url
             self._reporter.progress(f"started Redis at {masked(url)}")
-        self._remember(redis_url=url)
+        self._remember(redis_url=masked(url))
         return url
 
     def _redis_host(self) -> str:
