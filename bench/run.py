@@ -19,7 +19,7 @@ from outrider.bench.load import Job, Sender, ToServer, closed_loop, open_loop
 from outrider.bench.records import Record
 from outrider.bench.watch import CacheUse, Energy, watched
 from outrider.bench.workloads import chosen
-from outrider.client import AsyncClient, GenerationFailed, InvalidRequest, OutriderError
+from outrider.client import AsyncClient, Endpoint, GenerationFailed, InvalidRequest, OutriderError
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 
@@ -102,7 +102,7 @@ class BenchRun:
 Tell = Callable[[str, int, int], None]
 
 
-async def run(address: str, settings: BenchSettings, tell: Tell, peers: Sequence[Arm] = ()) -> BenchRun:
+async def run(address: str | Endpoint, settings: BenchSettings, tell: Tell, peers: Sequence[Arm] = ()) -> BenchRun:
     """Run it. ``tell`` is called with what runs, requests that have ended, and all of them.
 
     Raises ``Unavailable`` and the like if the server does not answer, and ``GenerationFailed`` if no request of an arm

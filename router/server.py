@@ -20,10 +20,12 @@ from outrider.cluster.registry import Registry
 from outrider.core.errors import ConfigError, Unavailable
 from outrider.core.sampling import Verifier
 from outrider.router.admin import AdminServicer
+from outrider.router.certificates import Certificates
 from outrider.router.frontend import Frontend
 from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group import Group, GroupSettings
 from outrider.router.group_service import GroupServicer
+from outrider.router.keys import ApiKeys, KeyInterceptor
 from outrider.router.live_settings import LiveSettings, SettingsFollower
 from outrider.router.sampling_params import Defaults
 from outrider.router.settings import SchedulerSettings, scheduler_settings
@@ -70,7 +72,7 @@ class RouterServer:
         router_id: str,
         settings: GroupSettings | None = None,
     ) -> None:
-        """Raises ``ConfigError`` if the model's tokenizer cannot be read."""
+        """Raises ``ConfigError`` if the model's tokenizer, the certificate or the file of keys cannot be used."""
         self.address = ""
         self.http_url = ""
         self._config = config
@@ -96,6 +98,9 @@ class RouterServer:
         )
         self._live = SettingsFollower(self._registry, initial, self._apply, poll_s=1.0)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        router = config.router
+        self._certificates = Certificates.of(router)
+        self._keys = ApiKeys(router.api_key_file) if router.api_key_file is not None else None
         self._http = self._http_door() if config.router.http_port is not None else None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,7 +117,8 @@ class RouterServer:
     async def start(self) -> None:
         """Listen and begin to look for the target. Raises ``Unavailable`` (Redis) or ``ConfigError`` (port taken)."""
         await self._registry.check()
-        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        interceptors = (KeyInterceptor(self._keys),) if self._keys is not None else ()
+        self._server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._frontend, self._server)
         group = GroupServicer(self.group, self._tokenizer, self._grammars)
         group_pb2_grpc.add_GroupServiceServicer_to_server(group, self._server)
@@ -132,7 +138,10 @@ class RouterServer:
         await self._report_health(serving=False)
         host, port = self._config.router.host, self._config.router.port
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            if self._certificates is not None:
+                bound = self._server.add_secure_port(f"{host}:{port}", self._certificates.grpc_credentials())
+            else:
+                bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
             bound = 0
             log.debug("%s", error)
@@ -176,10 +185,8 @@ class RouterServer:
         self._grammars.close()
 
     def _http_door(self) -> HttpDoor:
-        """Raises ``ConfigError`` if the file of keys cannot be read."""
         from outrider.router.http.app import Served, make_app
         from outrider.router.http.door import HttpDoor
-        from outrider.router.http.keys import ApiKeys
 
         router = self._config.router
         served = Served(
@@ -190,9 +197,9 @@ class RouterServer:
             state=self._state,
             tool_call_parser=router.tool_call_parser,
             with_metrics=router.per_request_spec_decode_metrics != "none",
-            keys=ApiKeys(router.api_key_file) if router.api_key_file is not None else None,
+            keys=self._keys,
         )
-        return HttpDoor(router, make_app(served))
+        return HttpDoor(router, make_app(served), self._certificates)
 
     def _state(self) -> str:
         """ "ready", or why requests would not be answered."""

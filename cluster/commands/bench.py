@@ -11,12 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import Address, Cluster, File, fail, note, router_of, running
+from outrider.cluster.commands.common import (
+    Address,
+    ApiKey,
+    CaCerts,
+    ClientCert,
+    ClientKey,
+    Cluster,
+    File,
+    endpoint,
+    fail,
+    note,
+    router_of,
+    running,
+)
 from outrider.core.errors import ConfigError, OutriderError
 
 if TYPE_CHECKING:
     from outrider.bench.peers import Peers
     from outrider.bench.run import BenchRun, Tell
+    from outrider.client import Endpoint
 
 LOAD = "Load"
 REQUESTS = "Requests"
@@ -131,6 +145,10 @@ def bench(
     file: File = None,
     cluster: Cluster = None,
     address: Address = None,
+    ca_certs: CaCerts = None,
+    api_key: ApiKey = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
 ) -> None:
     """Put load on a running server: plain decoding and speculation in turns, in one run."""
     from outrider.bench.peers import Peers, PeerSettings
@@ -174,9 +192,8 @@ def bench(
         num_draft_tokens=num_speculative_tokens or 4,
     )
     peers = Peers(peer_settings, note)
-    router = address or router_of(running(cluster, file))
-    if not router:
-        raise ConfigError("the cluster has no router; see `outrider status`")
+    named = address or router_of(running(cluster, file))
+    router = endpoint(named, ca_certs, api_key, client_cert, client_key)
 
     async def measure(tell: Tell, peers: Peers) -> tuple[BenchRun, dict[str, Any] | None]:
         facts = await _costs(router, num_speculative_tokens, tell) if costs else None
@@ -234,7 +251,7 @@ def _check_outputs(json_file: Path | None, plots: Path | None) -> None:
         raise ConfigError("--plots needs matplotlib: pip install 'outrider[bench]'")
 
 
-async def _costs(router: str, k: int | None, tell: Tell) -> dict[str, Any] | None:
+async def _costs(router: Endpoint, k: int | None, tell: Tell) -> dict[str, Any] | None:
     """A short profile; None, and a note, where the router cannot make one."""
     from outrider.cluster.commands.profile import as_facts, measure
     from outrider.v1 import admin_pb2

@@ -10,9 +10,14 @@ import typer
 
 from outrider.cluster.commands.common import (
     Address,
+    ApiKey,
+    CaCerts,
+    ClientCert,
+    ClientKey,
     Cluster,
     File,
     Json,
+    endpoint,
     fail,
     in_words_of_the_command,
     router_of,
@@ -99,6 +104,10 @@ def _check_exactness(
     file: File = None,
     cluster: Cluster = None,
     address: Address = None,
+    ca_certs: CaCerts = None,
+    api_key: ApiKey = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
     as_json: Json = False,
     **controls: Any,
 ) -> None:
@@ -134,7 +143,7 @@ def _check_exactness(
 
         router = address or router_of(running(cluster, file))
         check = Check(
-            router,
+            endpoint(router, ca_certs, api_key, client_cert, client_key),
             model,
             options,
             draft=draft,

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import Address, Cluster, File, Json, fail, router_of, running
+from outrider.cluster.commands.common import (
+    Address,
+    ApiKey,
+    CaCerts,
+    ClientCert,
+    ClientKey,
+    Cluster,
+    File,
+    Json,
+    endpoint,
+    fail,
+    router_of,
+    running,
+)
 from outrider.cluster.commands.controls import json_or_list, with_control_options
 from outrider.core.errors import ConfigError
 
@@ -141,6 +154,10 @@ def _generate(
     file: File = None,
     cluster: Cluster = None,
     address: Address = None,
+    ca_certs: CaCerts = None,
+    api_key: ApiKey = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
     as_json: Json = False,
     **controls: Any,
 ) -> None:
@@ -178,7 +195,7 @@ def _generate(
         "logprobs_mode": logprobs_mode,
     }
     router = address or router_of(running(cluster, file))
-    with Client(router) as client:
+    with Client(endpoint(router, ca_certs, api_key, client_cert, client_key)) as client:
         answer = _ask(client, [{"role": "user", "content": text}] if chat else text, options, silent=as_json)
     if as_json:
         print(json.dumps(answer.to_dict()))

@@ -12,12 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import Address, Cluster, File, Json, note, router_of, running
+from outrider.cluster.commands.common import (
+    Address,
+    ApiKey,
+    CaCerts,
+    ClientCert,
+    ClientKey,
+    Cluster,
+    File,
+    Json,
+    endpoint,
+    note,
+    router_of,
+    running,
+)
 from outrider.cluster.commands.curves import curves as split_into_curves
 from outrider.cluster.commands.curves import joined
-from outrider.core.errors import ConfigError, DeadlineExceeded, OutriderError
+from outrider.core.errors import DeadlineExceeded, OutriderError
 
 if TYPE_CHECKING:
+    from outrider.client import Endpoint
     from outrider.v1 import admin_pb2
 
 _NUMBERS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*")
@@ -56,6 +70,10 @@ def profile(
     file: File = None,
     cluster: Cluster = None,
     address: Address = None,
+    ca_certs: CaCerts = None,
+    api_key: ApiKey = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
     as_json: Json = False,
 ) -> None:
     """Measure what a pass over 1 to 32 rows, a drafted token and a hop cost on a running cluster.
@@ -71,9 +89,8 @@ def profile(
         num_runs=runs,
         num_proposals=proposals,
     )
-    router = address or router_of(running(cluster, file))
-    if not router:
-        raise ConfigError("the cluster has no router; see `outrider status`")
+    named = address or router_of(running(cluster, file))
+    router = endpoint(named, ca_certs, api_key, client_cert, client_key)
     requests = split_into_curves(request) if curves else [request]
     result = _with_bar(lambda tell: asyncio.run(_measure_all(router, requests, timeout, tell)))
     facts = as_facts(result)
@@ -162,7 +179,7 @@ def as_table(facts: dict[str, Any]) -> str:
 
 
 async def _measure_all(
-    router: str, requests: Sequence[admin_pb2.ProfileRequest], timeout: float, tell: Tell
+    router: Endpoint, requests: Sequence[admin_pb2.ProfileRequest], timeout: float, tell: Tell
 ) -> admin_pb2.ProfileResult:
     """One after the other, within the time for all."""
     begun = time.monotonic()
@@ -176,23 +193,22 @@ async def _measure_all(
 
 
 async def measure(
-    router: str, request: admin_pb2.ProfileRequest, timeout: float, tell: Tell
+    router: Endpoint, request: admin_pb2.ProfileRequest, timeout: float, tell: Tell
 ) -> admin_pb2.ProfileResult:
     """Have a router measure. Raises what ``outrider.core.errors`` holds."""
     import grpc
 
-    from outrider.core.errors_wire import error_from_rpc
     from outrider.v1 import admin_pb2_grpc
 
     try:
-        async with grpc.aio.insecure_channel(router) as channel:
+        async with router.open_channel() as channel:
             stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-            async for response in stub.Profile(request, timeout=timeout):
+            async for response in stub.Profile(request, timeout=timeout, metadata=router.metadata):
                 if response.HasField("result"):
                     return response.result
                 tell(response.progress.stage, response.progress.done, response.progress.total)
     except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error, address=router) from error
+        raise await router.error_of(error) from error
     raise OutriderError("the router ended the profile without a result")
 
 

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import Address, Cluster, File, Json, router_of, running
+from outrider.cluster.commands.common import (
+    Address,
+    ApiKey,
+    CaCerts,
+    ClientCert,
+    ClientKey,
+    Cluster,
+    File,
+    Json,
+    endpoint,
+    router_of,
+    running,
+)
 from outrider.core.errors import OutriderError
 
 Facts = dict[str, Any]
@@ -22,6 +34,10 @@ def status(
     file: File = None,
     cluster: Cluster = None,
     address: Address = None,
+    ca_certs: CaCerts = None,
+    api_key: ApiKey = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
     as_json: Json = False,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="A table on the terminal that is kept up to date; Ctrl-C ends it.")
@@ -40,7 +56,7 @@ def status(
         raise typer.BadParameter("needs a terminal; scripts take --json", param_hint="--watch")
     state = None if address else running(cluster, file)
     router = address or router_of(state)
-    with Client(router, timeout=TIMEOUT_S) as client:
+    with Client(endpoint(router, ca_certs, api_key, client_cert, client_key), timeout=TIMEOUT_S) as client:
 
         def look() -> Facts:
             return merge_status(state, router, client.status())

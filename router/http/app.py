@@ -25,9 +25,9 @@ from outrider.router.http.answers import AnswerSettings, ChatAnswer, CompletionA
 from outrider.router.http.errors import HttpError, http_error, shape_error
 from outrider.router.http.exchange import Exchange, error_response
 from outrider.router.http.fields import ChatRequest, CommonRequest, CompletionRequest, StreamOptions
-from outrider.router.http.keys import ApiKeys
 from outrider.router.http.tools import tool_parser, wanted_functions
 from outrider.router.http.translate import translate_chat, translate_completion
+from outrider.router.keys import ApiKeys
 from outrider.router.limits import check_request_id
 from outrider.router.tokenizer import TextTokenizer
 

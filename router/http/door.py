@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp
 
 from outrider.cluster.config import RouterConfig
 from outrider.core.errors import ConfigError
+from outrider.router.certificates import Certificates
 
 KEEP_ALIVE_S = 75  # longer than proxies in front keep a connection, so that it is they who end it
 BACKLOG = 2048  # connections that wait to be taken
@@ -32,8 +32,9 @@ class HttpDoor:
         url: where clients point to, such as ``http://127.0.0.1:8000/v1``; empty before ``listen``.
     """
 
-    def __init__(self, config: RouterConfig, app: ASGIApp) -> None:
+    def __init__(self, config: RouterConfig, app: ASGIApp, certificates: Certificates | None) -> None:
         self.url = ""
+        self._certificates = certificates
         self._config = config
         self._app = app
         self._socket: socket.socket | None = None
@@ -41,7 +42,7 @@ class HttpDoor:
         self._over = asyncio.Event()
 
     def listen(self) -> None:
-        """Raises ``ConfigError`` for an address that is taken, and for certificates that cannot be used."""
+        """Raises ``ConfigError`` for an address that is taken."""
         config = uvicorn.Config(
             self._app,
             log_config=None,
@@ -51,19 +52,13 @@ class HttpDoor:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=LAST_WORDS_S,  # type: ignore[arg-type]  # asyncio takes fractions
-            ssl_certfile=self._config.ssl_certfile,
-            ssl_keyfile=self._config.ssl_keyfile,
-            ssl_ca_certs=self._config.ssl_ca_certs,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if self._config.ssl_ca_certs else ssl.CERT_NONE,
         )
-        try:
-            config.load()
-        except OSError as error:  # ssl's own errors are of this kind
-            raise ConfigError(f"router.ssl_certfile: the key pair cannot be used: {error}") from error
+        config.load()
+        config.ssl = self._certificates.ssl_context() if self._certificates is not None else None
         self._server = _Server(config)
         self._socket = self._bound()
         host, port = self._config.host, self._socket.getsockname()[1]
-        scheme = "https" if self._config.ssl_certfile else "http"
+        scheme = "https" if self._certificates is not None else "http"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     async def serve(self) -> None:

@@ -16,6 +16,8 @@
         for choice in answer.choices:
             print(choice.text, choice.logprobs)
 
+A router with TLS and keys: ``Client("router:7070", ca_certs="ca.crt", api_key=...)``; see ``AsyncClient``.
+
 The keyword arguments are those of ``Options``. ``AsyncClient`` is the same with ``await``. Every call has a deadline.
 What goes wrong is raised as one of the exceptions of ``outrider.core.errors``, which are named here too. The client
 needs grpcio and protobuf, and nothing of a server.
@@ -32,6 +34,7 @@ from outrider.client._completion import (
     TopLogprob,
     Usage,
 )
+from outrider.client._endpoint import Endpoint
 from outrider.client._request import Message, Options, Prompt
 from outrider.client._sync import Client, Stream
 from outrider.core.errors import (
@@ -43,6 +46,7 @@ from outrider.core.errors import (
     NotFound,
     OutriderError,
     Overloaded,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -56,6 +60,7 @@ __all__ = [
     "Conflict",
     "DeadlineExceeded",
     "Delta",
+    "Endpoint",
     "GenerationFailed",
     "InvalidRequest",
     "Message",
@@ -69,6 +74,7 @@ __all__ = [
     "Timing",
     "TokenLogprob",
     "TopLogprob",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
 ]

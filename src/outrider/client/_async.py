@@ -14,10 +14,10 @@ from google.protobuf.json_format import MessageToDict
 
 from outrider.client._answer import Answer
 from outrider.client._completion import Completion, Delta
+from outrider.client._endpoint import Endpoint
 from outrider.client._request import Options, Prompt, build_request, verifier_number
 from outrider.client._values import unsigned
-from outrider.core.errors import ConfigError, OutriderError, Unavailable
-from outrider.core.errors_wire import error_from_rpc
+from outrider.core.errors import OutriderError, Unavailable
 from outrider.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
@@ -26,16 +26,31 @@ CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_sen
 class AsyncClient:
     """A connection to a router. Use it within one event loop, and close it: ``async with`` or ``aclose``."""
 
-    def __init__(self, address: str | None = None, *, timeout: float = 600.0) -> None:
-        """``address`` is ``host:port`` of a router; without one the environment variable OUTRIDER_ADDRESS names it.
+    def __init__(
+        self,
+        address: str | Endpoint | None = None,
+        *,
+        timeout: float = 600.0,
+        ca_certs: str | os.PathLike[str] | None = None,
+        api_key: str | None = None,
+        client_cert: str | os.PathLike[str] | None = None,
+        client_key: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """``address`` is ``host:port`` of a router, or all that an ``Endpoint`` says of one.
 
-        ``timeout``, in seconds, holds where a call names none. Raises ``ConfigError`` where no address is named.
+        The last four are those of ``Endpoint``; they and ``address`` are taken from the environment where they are not
+        given: OUTRIDER_ADDRESS, OUTRIDER_CA_CERTS, OUTRIDER_API_KEY, OUTRIDER_CLIENT_CERT, OUTRIDER_CLIENT_KEY.
+        ``timeout``, in seconds, holds where a call names none. Raises ``ConfigError`` where no address is named, or a
+        file cannot be used.
         """
-        self.address = address or os.environ.get("OUTRIDER_ADDRESS", "")
-        if not self.address:
-            raise ConfigError("no router is named: give host:port, or set OUTRIDER_ADDRESS")
+        if not isinstance(address, Endpoint):
+            address = Endpoint.named(
+                address, ca_certs=ca_certs, api_key=api_key, client_cert=client_cert, client_key=client_key
+            )
+        self.address = address.address
         self.timeout = timeout
-        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._endpoint = address
+        self._channel = address.open_channel(CHANNEL_OPTIONS)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
 
@@ -66,7 +81,7 @@ class AsyncClient:
         """
         request = build_request(prompt, **options)
         timeout = options.get("timeout")
-        return AsyncStream(self._generation, request, self.timeout if timeout is None else timeout, self.address)
+        return AsyncStream(self._generation, request, self.timeout if timeout is None else timeout, self._endpoint)
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
         """End a request. False if no such request runs."""
@@ -99,9 +114,10 @@ class AsyncClient:
 
     async def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
         try:
-            return await method(request, timeout=self.timeout if timeout is None else timeout)
+            timeout = self.timeout if timeout is None else timeout
+            return await method(request, timeout=timeout, metadata=self._endpoint.metadata)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
+            raise await self._endpoint.error_of(error) from error
 
 
 class AsyncStream:
@@ -111,9 +127,9 @@ class AsyncStream:
         request_id: known from the first piece on.
     """
 
-    def __init__(self, stub: Any, request: generation_pb2.GenerateRequest, timeout: float, address: str) -> None:
-        self._address = address
-        self._call: Any = stub.Generate(request, timeout=timeout)
+    def __init__(self, stub: Any, request: generation_pb2.GenerateRequest, timeout: float, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._call: Any = stub.Generate(request, timeout=timeout, metadata=endpoint.metadata)
         self._answer = Answer(request, time.perf_counter())
         self._closed = False
 
@@ -160,14 +176,14 @@ class AsyncStream:
                 if delta is not None:
                     yield delta
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self._address) from error
+            raise await self._endpoint.error_of(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
                 raise  # whoever iterates was cancelled, not the call
             raise OutriderError("the stream was closed before its end") from None
         if not self._answer.ended:
-            raise Unavailable(f"{self._address} ended the stream before the answer did")
+            raise Unavailable(f"{self._endpoint.address} ended the stream before the answer did")
 
 
 def _to_dict(message: Any) -> dict[str, Any]:

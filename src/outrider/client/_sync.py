@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from outrider.client._async import AsyncClient, AsyncStream
 from outrider.client._completion import Completion, Delta
+from outrider.client._endpoint import Endpoint
 from outrider.client._request import Options, Prompt
 
 T = TypeVar("T")
@@ -17,13 +19,35 @@ T = TypeVar("T")
 class Client:
     """A connection to a router, for one thread at a time. Within asynchronous code use ``AsyncClient``."""
 
-    def __init__(self, address: str | None = None, *, timeout: float = 600.0) -> None:
-        """``address`` is ``host:port`` of a router; without one the environment variable OUTRIDER_ADDRESS names it.
+    def __init__(
+        self,
+        address: str | Endpoint | None = None,
+        *,
+        timeout: float = 600.0,
+        ca_certs: str | os.PathLike[str] | None = None,
+        api_key: str | None = None,
+        client_cert: str | os.PathLike[str] | None = None,
+        client_key: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """As ``AsyncClient``."""
 
-        ``timeout``, in seconds, holds where a call names none. Raises ``ConfigError`` where no address is named.
-        """
+        async def made() -> AsyncClient:  # within the loop that will use it
+            return AsyncClient(
+                address,
+                timeout=timeout,
+                ca_certs=ca_certs,
+                api_key=api_key,
+                client_cert=client_cert,
+                client_key=client_key,
+            )
+
         self._runner = asyncio.Runner()
-        self._client = self._runner.run(_made(address, timeout))
+        self._client = self._runner.run(made())
+
+    @property
+    def address(self) -> str:
+        """Of the router."""
+        return self._client.address
 
     def __enter__(self) -> Client:
         return self
@@ -116,10 +140,6 @@ class Stream:
             except StopAsyncIteration:
                 return
             yield piece
-
-
-async def _made(address: str | None, timeout: float) -> AsyncClient:
-    return AsyncClient(address, timeout=timeout)  # within the loop that will use it
 
 
 async def _next(pieces: AsyncIterator[T]) -> T:

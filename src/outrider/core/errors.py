@@ -4,6 +4,7 @@
 
     OutriderError
     ├── InvalidRequest      a field of a request is wrong           gRPC INVALID_ARGUMENT
+    ├── Unauthenticated     no key, or none that is valid           gRPC UNAUTHENTICATED
     ├── Overloaded          the queue is full                       gRPC RESOURCE_EXHAUSTED
     ├── Unavailable         a process that is needed does not answer gRPC UNAVAILABLE
     ├── DeadlineExceeded    the request ran out of time             gRPC DEADLINE_EXCEEDED
@@ -37,6 +38,10 @@ class InvalidRequest(OutriderError):
         shown = repr(value)
         shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
         super().__init__(f"{field} is {shown}, but must be {limit}")
+
+
+class Unauthenticated(OutriderError):
+    """The call carries no valid API key."""
 
 
 class Overloaded(OutriderError):

@@ -25,6 +25,7 @@ MAX_BYTES = 800
 
 _CODES: dict[type[OutriderError], int] = {
     errors.InvalidRequest: code_pb2.INVALID_ARGUMENT,
+    errors.Unauthenticated: code_pb2.UNAUTHENTICATED,
     errors.Overloaded: code_pb2.RESOURCE_EXHAUSTED,
     errors.Unavailable: code_pb2.UNAVAILABLE,
     errors.DeadlineExceeded: code_pb2.DEADLINE_EXCEEDED,
@@ -37,6 +38,7 @@ _CODES: dict[type[OutriderError], int] = {
 _BY_NAME = {kind.__name__: kind for kind in _CODES}
 _BY_CODE = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.OutriderError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outrider.client import Client
+from outrider.client import Client, Endpoint
 from outrider.core.errors import ConfigError
 from outrider.exactness import power, prompts
 from outrider.exactness.compare import different_texts, two_samples
@@ -51,7 +51,7 @@ class Check:
     """What to check.
 
     Attributes:
-        address: of a router.
+        address: of a router, or all that an ``Endpoint`` says of one.
         model: folder of the target model.
         options: of the requests, by the names of the client's keyword arguments.
         draft: folder of the draft model; None: the check does without its order.
@@ -62,7 +62,7 @@ class Check:
         seed: of the check's own random numbers, and of the requests' seeds.
     """
 
-    address: str
+    address: str | Endpoint
     model: Path
     options: dict[str, Any] = field(default_factory=dict)
     draft: Path | None = None

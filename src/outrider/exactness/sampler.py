@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.client import AsyncClient, TokenLogprob
+from outrider.client import AsyncClient, Endpoint, TokenLogprob
 from outrider.core.errors import OutriderError
 
 
@@ -53,7 +53,7 @@ class Text:
 
 
 async def draw(
-    address: str,
+    address: str | Endpoint,
     wanted: Sequence[Wanted],
     options: Mapping[str, Any],
     *,

@@ -8,7 +8,7 @@ from typing import Any
 from outrider.bench.items import Item, Workload
 from outrider.bench.run import BenchSettings, run
 from outrider.bench.summary import summarise
-from outrider.client import AsyncClient
+from outrider.client import AsyncClient, Endpoint
 from outrider.cluster.commands.profile import as_facts, measure
 from outrider.v1 import admin_pb2
 
@@ -21,7 +21,7 @@ def test_a_profile_of_real_ranks_between_requests(testbed: Any) -> None:
         async def measured() -> tuple[Any, Any, Any]:
             async with AsyncClient(cluster.address, timeout=60) as client:
                 before = await client.generate("The with statement", max_tokens=24, temperature=0)
-                profile = asyncio.create_task(measure(cluster.address, request, 200.0, lambda *_: None))
+                profile = asyncio.create_task(measure(Endpoint(cluster.address), request, 200.0, lambda *_: None))
                 beside = await client.generate("The with statement", max_tokens=24, temperature=0)
                 return before, beside, as_facts(await profile)
 

@@ -33,7 +33,7 @@ SURFACE = {
     "AsyncClient": {"abort", "aclose", "generate", "get_settings", "status", "stream", "update_settings"},
     "AsyncStream": {"aclose", "completion", "events", "request_id"},
     "Choice": {"logprobs", "to_dict"},
-    "Client": {"abort", "close", "generate", "get_settings", "status", "stream", "update_settings"},
+    "Client": {"abort", "address", "close", "generate", "get_settings", "status", "stream", "update_settings"},
     "Completion": {
         "finish_reason",
         "logprobs",
@@ -51,6 +51,16 @@ SURFACE = {
     "Conflict": set(),
     "DeadlineExceeded": set(),
     "Delta": {"choice", "logprobs"},
+    "Endpoint": {
+        "api_key",
+        "ca_certs",
+        "client_cert",
+        "client_key",
+        "error_of",
+        "metadata",
+        "named",
+        "open_channel",
+    },
     "GenerationFailed": set(),
     "InvalidRequest": set(),
     "Message": None,
@@ -72,6 +82,7 @@ SURFACE = {
     "Timing": {"to_dict"},
     "TokenLogprob": {"to_dict", "top"},
     "TopLogprob": set(),
+    "Unauthenticated": set(),
     "Unavailable": set(),
     "Usage": set(),
 }
