@@ -28,7 +28,9 @@ class Hosted:
     """An actor that makes an object by its name and passes calls on, so that the supervisor never imports torch."""
 
     def __init__(self, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        set_up_actor()
+        tracing = set_up_actor()
+        if tracing is not None:
+            kwargs = {**kwargs, "tracing": tracing}
         self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -35,7 +35,7 @@ from outrider.cluster.report import LogReporter, Reporter, output_to
 from outrider.cluster.router_process import RouterProcess
 from outrider.cluster.state import ClusterState, StateFolder, child_of
 from outrider.cluster.target_group import TargetGroup
-from outrider.cluster.telemetry import actor_environment, log_settings
+from outrider.cluster.telemetry import actor_environment, log_settings, trace_settings
 from outrider.cluster.waiting import all_or_first_error, guarded
 from outrider.core.errors import OutriderError, Unavailable
 from outrider.core.logs import Process, configure
@@ -336,6 +336,7 @@ def supervise(
         with folder.hold(), contextlib.nullcontext() if apart else log_to_file():
             logs = log_settings(config)
             configure(logs, Process("supervisor", socket.gethostname(), config.cluster))
+            trace_settings(config)  # what is missing for them is told now, and not by each process
             if apart and logs.format == "json":
                 reporter.close()
                 reporter = LogReporter(log)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from outrider.cluster.config import ClusterConfig
+from outrider.core import tracing
 from outrider.core.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogSettings, Process, configure, settings_with
+from outrider.core.tracing import TraceSettings, Tracing
 
 PROCESS_VARIABLE = "OUTRIDER_PROCESS"
 
@@ -24,14 +26,26 @@ def log_settings(config: ClusterConfig, level: str | None = None) -> LogSettings
     return settings if level is None else LogSettings(level.lower(), settings.format)
 
 
+def trace_settings(config: ClusterConfig) -> TraceSettings | None:
+    """None: no spans. Raises ``ConfigError`` where the settings want them and what they need is not installed."""
+    return tracing.settings_with(config.tracing.otlp_endpoint, config.tracing.sample_ratio, os.environ)
+
+
 def actor_environment(config: ClusterConfig, process: Process) -> dict[str, str]:
-    """The variables that make ``set_up_actor`` in another process do what the settings say."""
+    """The variables that make ``set_up_actor`` in another process do what the settings say.
+
+    Headers for a collector may hold a key, which is not for Ray to keep: where they are needed, the nodes have them.
+    """
     settings = log_settings(config)
-    return {
+    variables = {
         LEVEL_VARIABLE: settings.level,
         FORMAT_VARIABLE: settings.format,
         PROCESS_VARIABLE: json.dumps(asdict(process)),
     }
+    variables |= {key: value for key, value in os.environ.items() if _is_for_actors(key)}
+    if config.tracing.otlp_endpoint is not None:
+        variables["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] = config.tracing.otlp_endpoint
+    return variables
 
 
 def no_environment(process: Process) -> dict[str, str]:
@@ -39,8 +53,17 @@ def no_environment(process: Process) -> dict[str, str]:
     return {}
 
 
-def set_up_actor() -> None:
-    """Log as ``actor_environment`` said; nothing where it said nothing."""
-    said = os.environ.get(PROCESS_VARIABLE)
-    if said is not None:
-        configure(settings_with("info", "text", os.environ), Process(**json.loads(said)))
+def set_up_actor(environment: Mapping[str, str] = os.environ) -> Tracing | None:
+    """Log and trace as ``actor_environment`` said; nothing where it said nothing."""
+    said = environment.get(PROCESS_VARIABLE)
+    if said is None:
+        return None
+    process = Process(**json.loads(said))
+    configure(settings_with("info", "text", environment), process)
+    # Whether a request is traced was decided where it came in: what gets here is.
+    settings = tracing.settings_with(None, 0.0, environment)
+    return tracing.connect(settings, process) if settings is not None else None
+
+
+def _is_for_actors(variable: str) -> bool:
+    return variable.startswith("OTEL_") and "HEADERS" not in variable

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from outrider.core.block_pool import BlockPool
+from outrider.core.proposal import Proposal
 from outrider.workers.draft import messages, sessions
 from outrider.workers.draft.messages import Address, Event, EvictionReason, NeedTokens
 from outrider.workers.draft.sessions import DraftSession
@@ -43,8 +44,11 @@ class Batcher:
         catch_up_rows: int = 32,
         clock: Callable[[], float] = time.perf_counter,
         matcher_maker: MatcherMaker | None = None,
+        on_traced_proposal: Callable[[DraftSession, Proposal], None] | None = None,
     ) -> None:
-        """``matcher_maker`` None: sessions draft without their grammars."""
+        """``matcher_maker`` None: sessions draft without their grammars. ``on_traced_proposal`` is told of proposals
+        for requests that are traced.
+        """
         self.pool = BlockPool(drafter.num_blocks, drafter.block_size)
         self.capacity = min(drafter.max_model_len, drafter.num_blocks * drafter.block_size)
         self.max_num_tokens = max_num_tokens
@@ -60,6 +64,7 @@ class Batcher:
         self._catch_up_rows = catch_up_rows
         self._clock = clock
         self._matcher_maker = matcher_maker
+        self._on_traced_proposal = on_traced_proposal
         self._events: list[Event] = []
         self._epochs: dict[int, int] = {}  # the highest epoch that each stream has named
 
@@ -104,7 +109,13 @@ class Batcher:
             self._drop(self.sessions[address.key])
         self.num_opened += 1
         sampling = sessions.applicable(command.sampling, self._drafter.vocab_size)
-        session = DraftSession(address, sampling, self._clip(command.num_tokens), opened=self.num_opened)
+        session = DraftSession(
+            address,
+            sampling,
+            self._clip(command.num_tokens),
+            opened=self.num_opened,
+            traceparent=command.traceparent,
+        )
         if sampling.grammar is not None and self._matcher_maker is not None:
             session.matcher = self._matcher_maker.start(sampling.grammar)
         self.sessions[address.key] = session
@@ -119,6 +130,7 @@ class Batcher:
     def _commit(self, session: DraftSession, command: messages.Commit) -> None:
         session.address = replace(session.address, epoch=command.address.epoch)
         session.num_tokens = self._clip(command.num_tokens)
+        session.traceparent = command.traceparent
         self.num_accepted_tokens += command.num_accepted
         self._apply(session, command.base_len, command.tokens, command.hash)
 
@@ -245,6 +257,8 @@ class Batcher:
         draft_ms = 1e3 * (self._clock() - session.committed_at)
         proposal = sessions.make_proposal(session, self.num_proposals, length, self._drafter.name, draft_ms)
         self._events.append(Event(session.address, proposal))
+        if session.traceparent and self._on_traced_proposal is not None:
+            self._on_traced_proposal(session, proposal)
 
     def _missing(self, session: DraftSession) -> int:
         return sessions.num_missing(session, self.capacity)

@@ -36,6 +36,7 @@ class Open:
     prefix_hash: int
     sampling: Sampling
     num_tokens: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Commit:
     num_tokens: int
     proposal_id: int = 0
     num_accepted: int = 0
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def command_from_wire(stream: int, message: draft_pb2.SessionRequest) -> Command
             num_tokens=commit.num_tokens,
             proposal_id=commit.proposal_id,
             num_accepted=commit.num_accepted,
+            traceparent=commit.traceparent,
         )
     if body == "close":
         return Close(Address(stream, message.close.session_id, header.epoch, header.generation))
@@ -149,4 +152,5 @@ def _open_from_wire(address: Address, message: draft_pb2.Open) -> Open | Refuse:
         prefix_hash=message.prefix_hash,
         sampling=sampling,
         num_tokens=message.num_tokens,
+        traceparent=message.traceparent,
     )

@@ -42,6 +42,7 @@ class DraftSession:
         committed_at: when the last commit came, in seconds.
         last_step: the worker's step that last ran rows of it.
         invalid_rounds: rounds in a row whose proposal was cut by a row that is not finite.
+        traceparent: the span that the next proposal's belongs to; empty where the request is not traced.
         matcher: follows the text through the sampling's grammar, once that is compiled; None without a grammar.
     """
 
@@ -59,6 +60,7 @@ class DraftSession:
     committed_at: float = 0.0
     last_step: int = -1
     invalid_rounds: int = 0
+    traceparent: str = ""
     matcher: Future[Matcher] | None = None
 
     @property

@@ -6,14 +6,18 @@ import logging
 import os
 import socket
 import sys
+import time
 from dataclasses import asdict
 from typing import Any
 
 from outrider.cluster.config import DraftConfig
+from outrider.core.proposal import Proposal
+from outrider.core.tracing import Attributes, Tracing
 from outrider.v1 import draft_pb2
 from outrider.workers.draft.batcher import Batcher
 from outrider.workers.draft.compute import ComputeThread, DraftStats
 from outrider.workers.draft.server import DraftServer, DraftServicer
+from outrider.workers.draft.sessions import DraftSession
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +33,20 @@ class DraftWorker:
     ``start`` and ``stop`` are each called once; ``health`` from any thread.
     """
 
-    def __init__(self, config: DraftConfig, *, cluster: str, draft_id: str, redis_url: str | None) -> None:
+    def __init__(
+        self,
+        config: DraftConfig,
+        *,
+        cluster: str,
+        draft_id: str,
+        redis_url: str | None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._config = config
         self._cluster = cluster
         self._draft_id = draft_id
         self._redis_url = redis_url
+        self._tracing = tracing
         self._compute: ComputeThread | None = None
         self._server: DraftServer | None = None
         self._heartbeat: Any = None
@@ -64,6 +77,7 @@ class DraftWorker:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_tokens=config.max_num_tokens,
             catch_up_rows=catch_up_rows,
+            on_traced_proposal=self._trace if self._tracing is not None else None,
             matcher_maker=MatcherMaker(GrammarCompiler(config.model, drafter.vocab_size, engine.end_token_ids)),
         )
         hello = draft_pb2.DraftHello(
@@ -128,6 +142,23 @@ class DraftWorker:
             self._compute.stop()
         if self._server is not None:
             self._server.stop()
+        if self._tracing is not None:
+            self._tracing.close()
+
+    def _trace(self, session: DraftSession, proposal: Proposal) -> None:
+        """The span of a proposal that was made just now."""
+        if self._tracing is None:
+            return
+        end_ns = time.time_ns()
+        attributes: Attributes = {
+            "outrider.draft_id": self._draft_id,
+            "outrider.drafter": proposal.drafter,
+            "outrider.epoch": session.address.epoch,
+            "outrider.base_len": proposal.base_len,
+            "outrider.num_draft_tokens": len(proposal.tokens),
+        }
+        start_ns = end_ns - round(1e6 * proposal.draft_ms)
+        self._tracing.record("propose", session.traceparent, start_ns, end_ns, attributes)
 
 
 def _ray_node() -> tuple[str, str]:

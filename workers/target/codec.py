@@ -114,6 +114,10 @@ def _put_plan(out: list[int], plan: StepPlan) -> None:
     _put_many(out, plan.draft_layers)
     _put_many(out, plan.feature_layers)
     _put_many(out, tuple(_signed(seq_id) for seq_id in plan.released))
+    out.append(len(plan.traces))
+    for seq_id, traceparent in plan.traces:
+        out.append(_signed(seq_id))
+        _put_bytes(out, traceparent.encode())
     out.append(len(plan.sequences))
     for sequence in plan.sequences:
         out += [
@@ -141,6 +145,7 @@ def _get_plan(reader: _Reader) -> StepPlan:
     after_step = reader.take_many()
     draft_layers, feature_layers = reader.take_many(), reader.take_many()
     released = tuple(seq_id & _MASK for seq_id in reader.take_many())
+    traces = tuple((reader.take_unsigned(), _get_bytes(reader, reader.take()).decode()) for _ in range(reader.take()))
     sequences = tuple(_get_sequence(reader) for _ in range(reader.take()))
     return StepPlan(
         epoch,
@@ -151,6 +156,7 @@ def _get_plan(reader: _Reader) -> StepPlan:
         draft_layers,
         feature_layers,
         after_step[0] & _MASK if after_step else None,
+        traces,
     )
 
 
@@ -179,16 +185,26 @@ def _get_sequence(reader: _Reader) -> SequencePlan:
 
 def _put_sampling(out: list[int], sampling: Sampling | None) -> None:
     """Once for each sequence, and with strings in it: as the protocol's own message."""
-    data = b"" if sampling is None else sampling_to_wire(sampling).SerializeToString(deterministic=True)
-    out.append(-1 if sampling is None else len(data))
+    if sampling is None:
+        out.append(-1)
+    else:
+        _put_bytes(out, sampling_to_wire(sampling).SerializeToString(deterministic=True))
+
+
+def _put_bytes(out: list[int], data: bytes) -> None:
+    out.append(len(data))
     out.extend(np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype="<i8").tolist())
+
+
+def _get_bytes(reader: _Reader, size: int) -> bytes:
+    return np.array(reader.take_exactly(-(-size // 8)), dtype="<i8").tobytes()[:size]
 
 
 def _get_sampling(reader: _Reader) -> Sampling | None:
     size = reader.take()
     if size < 0:
         return None
-    data = np.array(reader.take_exactly(-(-size // 8)), dtype="<i8").tobytes()[:size]
+    data = _get_bytes(reader, size)
     try:
         return sampling_from_wire(common_pb2.Sampling.FromString(data))
     except DecodeError as error:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
+from outrider.core.tracing import Tracing
 from outrider.workers.target.channel import ChannelClosed, PlanChannel
 from outrider.workers.target.codec import MessageKind, decode
+from outrider.workers.target.spans import record_step
 from outrider.workers.target.step import RankStep, check_digest
 
 log = logging.getLogger(__name__)
@@ -22,12 +25,20 @@ class Follower:
         steps: plans that were executed.
     """
 
-    def __init__(self, step: RankStep, channel: PlanChannel, rank: int, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        step: RankStep,
+        channel: PlanChannel,
+        rank: int,
+        on_failure: Callable[[str], None],
+        tracing: Tracing | None = None,
+    ) -> None:
         """``on_failure`` is called once with the reason, from whatever thread found out."""
         self._step = step
         self._channel = channel
         self._rank = rank
         self._on_failure = on_failure
+        self._tracing = tracing
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"target-rank-{rank}", daemon=True)
         self.failure: str | None = None
@@ -76,10 +87,13 @@ class Follower:
     def _follow(self) -> None:
         message = decode(self._channel.receive())
         if message.plan is not None:
+            started = time.perf_counter()
             admission = self._step.admit(message.plan)
             check_digest(self._rank, admission.digest, message.digest)
             self._step.exchange(admission, self._step.forward(admission))
             self.steps += 1
+            if self._tracing is not None and message.plan.traces:
+                record_step(self._tracing, message.plan, self._rank, time.perf_counter() - started)
         elif message.kind is MessageKind.RESET:
             self._step.table.clear()
         elif message.kind is MessageKind.STOP:

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from outrider.core.ahead import resolve, undecided
 from outrider.core.errors import GroupError
 from outrider.core.plan import SequenceResult, StepPlan, StepResult, StepTiming
+from outrider.core.tracing import Tracing
 from outrider.grammar import Matcher
 from outrider.workers.matchers import MatcherMaker
 from outrider.workers.target.channel import ChannelClosed, PlanChannel
 from outrider.workers.target.codec import Message, MessageKind, encode
 from outrider.workers.target.decide import decide
+from outrider.workers.target.spans import record_step
 from outrider.workers.target.step import Admission, RankStep, check_reports
 
 log = logging.getLogger(__name__)
@@ -47,11 +49,18 @@ class Leader:
         steps: plans that were executed.
     """
 
-    def __init__(self, step: RankStep, channel: PlanChannel | None, matcher_maker: MatcherMaker | None = None) -> None:
+    def __init__(
+        self,
+        step: RankStep,
+        channel: PlanChannel | None,
+        matcher_maker: MatcherMaker | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         """``channel`` leads to the other ranks; None where there are none. ``matcher_maker`` None: no grammars."""
         self._step = step
         self._channel = channel
         self._matcher_maker = matcher_maker
+        self._tracing = tracing
         self._matchers: dict[int, Future[Matcher]] = {}  # of the sequences that have a grammar, by id
         self._last: tuple[StepPlan, tuple[SequenceResult, ...]] | None = None  # for plans that were made ahead
         self._idle_since = 0.0  # time.perf_counter() when the step before was decided
@@ -144,6 +153,7 @@ class Leader:
                 self.fail(f"{what} failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
             else:
                 self._answer(job.future, result)
+                self._trace(job.plan, result)
             if job.kind is MessageKind.STOP or self.failure is not None:
                 return
 
@@ -153,6 +163,12 @@ class Leader:
                 return  # fail() answered it
             self._pending.discard(future)
         future.set_result(result)
+
+    def _trace(self, plan: StepPlan | None, result: StepResult | None) -> None:
+        """Nobody waits for it: the result is out."""
+        if self._tracing is not None and plan is not None and plan.traces and result is not None:
+            duration_s = 1e-3 * result.timing.total_ms
+            record_step(self._tracing, plan, 0, duration_s, results=result.sequences, timing=result.timing)
 
     def _do(self, job: _Job) -> StepResult | None:
         if job.plan is not None:

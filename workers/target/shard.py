@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.cluster.config import TargetConfig
 from outrider.core.errors import GroupError
 from outrider.core.plan import GroupInfo
+from outrider.core.tracing import Tracing
 from outrider.grammar import GrammarCompiler
 from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.parallel import Parallel, free_port
@@ -44,7 +45,15 @@ class TargetShard:
     step_class = RankStep
 
     def __init__(
-        self, config: TargetConfig, *, cluster: str, group_id: str, rank: int, epoch: int, redis_url: str | None
+        self,
+        config: TargetConfig,
+        *,
+        cluster: str,
+        group_id: str,
+        rank: int,
+        epoch: int,
+        redis_url: str | None,
+        tracing: Tracing | None = None,
     ) -> None:
         """``redis_url`` None: the leader does not register."""
         self._config = config
@@ -53,6 +62,7 @@ class TargetShard:
         self._rank = rank
         self._epoch = epoch
         self._redis_url = redis_url
+        self._tracing = tracing
         self._engine: Engine | None = None
         self._parallel: Parallel | None = None
         self._step: RankStep | None = None
@@ -121,7 +131,7 @@ class TargetShard:
         if self._rank == 0:
             started |= self._lead(facts, ranks, node["ip"])
         elif self._channel is not None and self._liveness is not None:
-            self._follower = Follower(self._step, self._channel, self._rank, self._liveness.fail)
+            self._follower = Follower(self._step, self._channel, self._rank, self._liveness.fail, self._tracing)
             self._follower.start()
             self._liveness.start()
         return started
@@ -156,6 +166,8 @@ class TargetShard:
             log.warning("rank %d is stuck in a collective; its process has to be ended", self._rank)
         elif self._parallel is not None:
             self._parallel.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     def read_kv(self, seq_id: int, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """This rank's keys and values of a sequence, per layer, each [length, local_kv_heads, head_dim].
@@ -186,7 +198,7 @@ class TargetShard:
             max_num_seqs=limits.max_num_seqs,
         )
         compiler = GrammarCompiler(config.model, limits.vocab_size, self._engine.end_token_ids)
-        self._leader = leader = Leader(self._step, self._channel, MatcherMaker(compiler))
+        self._leader = leader = Leader(self._step, self._channel, MatcherMaker(compiler), self._tracing)
         if self._liveness is not None:
             leader.on_failure(self._liveness.fail)
         leader.start()

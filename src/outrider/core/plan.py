@@ -71,7 +71,10 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One forward pass of the group. Fields as in ``target.proto``; for ``after_step`` see ``core/ahead.py``."""
+    """One forward pass of the group. Fields as in ``target.proto``; for ``after_step`` see ``core/ahead.py``.
+
+    ``traces``: for sequences whose requests are traced, their id and the span that theirs in this step belong to.
+    """
 
     epoch: int
     step: int
@@ -81,6 +84,7 @@ class StepPlan:
     draft_layers: tuple[int, ...] = ()
     feature_layers: tuple[int, ...] = ()
     after_step: int | None = None
+    traces: tuple[tuple[int, str], ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -149,6 +149,7 @@ def plan_to_wire(plan: StepPlan) -> target_pb2.StepPlan:
         released=plan.released,
         after_step=plan.after_step,
         feature_layers=plan.feature_layers,
+        traces=[target_pb2.SequenceTrace(seq_id=seq_id, traceparent=parent) for seq_id, parent in plan.traces],
     )
 
 
@@ -162,6 +163,7 @@ def plan_from_wire(epoch: int, message: target_pb2.StepPlan) -> StepPlan:
         released=tuple(message.released),
         after_step=message.after_step if message.HasField("after_step") else None,
         feature_layers=tuple(message.feature_layers),
+        traces=tuple((trace.seq_id, trace.traceparent) for trace in message.traces),
     )
 
 

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xda\x01\n\x0eSessionRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12,\n\x05hello\x18\x02 \x01(\x0b\x32\x1b.outrider.v1.SchedulerHelloH\x00\x12!\n\x04open\x18\x03 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12%\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\x06\n\x04\x62ody\"\xec\x01\n\x0fSessionResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.outrider.v1.DraftHelloH\x00\x12)\n\x08proposed\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ProposedH\x00\x12\'\n\x07\x65victed\x18\x04 \x01(\x0b\x32\x14.outrider.v1.EvictedH\x00\x12.\n\x0bneed_tokens\x18\x05 \x01(\x0b\x32\x17.outrider.v1.NeedTokensH\x00\x42\x06\n\x04\x62ody\"k\n\x0eSchedulerHello\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\"\xa0\x01\n\nDraftHello\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x16\n\x0emax_num_tokens\x18\x07 \x01(\r\"\x90\x01\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x12\n\nprefix_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"\x8b\x01\n\x06\x43ommit\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x13\n\x0bproposal_id\x18\x04 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x05 \x01(\r\x12\x0c\n\x04hash\x18\x06 \x01(\x06\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\"\x1b\n\x05\x43lose\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"G\n\x08Proposed\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\"J\n\x07\x45victed\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.outrider.v1.EvictionReason\"2\n\nNeedTokens\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x10\n\x08\x66rom_len\x18\x02 \x01(\r*\xb4\x01\n\x0e\x45victionReason\x12\x1f\n\x1b\x45VICTION_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45VICTION_REASON_CONTEXT_FULL\x10\x01\x12\x1d\n\x19\x45VICTION_REASON_NO_MEMORY\x10\x02\x12\"\n\x1e\x45VICTION_REASON_INVALID_LOGITS\x10\x03\x12\x1c\n\x18\x45VICTION_REASON_SHUTDOWN\x10\x04\x32X\n\x0c\x44raftService\x12H\n\x07Session\x12\x1b.outrider.v1.SessionRequest\x1a\x1c.outrider.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xda\x01\n\x0eSessionRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12,\n\x05hello\x18\x02 \x01(\x0b\x32\x1b.outrider.v1.SchedulerHelloH\x00\x12!\n\x04open\x18\x03 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12%\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\x06\n\x04\x62ody\"\xec\x01\n\x0fSessionResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.outrider.v1.DraftHelloH\x00\x12)\n\x08proposed\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ProposedH\x00\x12\'\n\x07\x65victed\x18\x04 \x01(\x0b\x32\x14.outrider.v1.EvictedH\x00\x12.\n\x0bneed_tokens\x18\x05 \x01(\x0b\x32\x17.outrider.v1.NeedTokensH\x00\x42\x06\n\x04\x62ody\"k\n\x0eSchedulerHello\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\"\xa0\x01\n\nDraftHello\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x16\n\x0emax_num_tokens\x18\x07 \x01(\r\"\xa5\x01\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x12\n\nprefix_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x06\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\"\xa0\x01\n\x06\x43ommit\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x13\n\x0bproposal_id\x18\x04 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x05 \x01(\r\x12\x0c\n\x04hash\x18\x06 \x01(\x06\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"\x1b\n\x05\x43lose\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"G\n\x08Proposed\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\"J\n\x07\x45victed\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.outrider.v1.EvictionReason\"2\n\nNeedTokens\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x10\n\x08\x66rom_len\x18\x02 \x01(\r*\xb4\x01\n\x0e\x45victionReason\x12\x1f\n\x1b\x45VICTION_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45VICTION_REASON_CONTEXT_FULL\x10\x01\x12\x1d\n\x19\x45VICTION_REASON_NO_MEMORY\x10\x02\x12\"\n\x1e\x45VICTION_REASON_INVALID_LOGITS\x10\x03\x12\x1c\n\x18\x45VICTION_REASON_SHUTDOWN\x10\x04\x32X\n\x0c\x44raftService\x12H\n\x07Session\x12\x1b.outrider.v1.SessionRequest\x1a\x1c.outrider.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EVICTIONREASON']._serialized_start=1318
-  _globals['_EVICTIONREASON']._serialized_end=1498
+  _globals['_EVICTIONREASON']._serialized_start=1360
+  _globals['_EVICTIONREASON']._serialized_end=1540
   _globals['_SESSIONREQUEST']._serialized_start=67
   _globals['_SESSIONREQUEST']._serialized_end=285
   _globals['_SESSIONRESPONSE']._serialized_start=288
@@ -43,17 +43,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTHELLO']._serialized_start=636
   _globals['_DRAFTHELLO']._serialized_end=796
   _globals['_OPEN']._serialized_start=799
-  _globals['_OPEN']._serialized_end=943
-  _globals['_COMMIT']._serialized_start=946
-  _globals['_COMMIT']._serialized_end=1085
-  _globals['_CLOSE']._serialized_start=1087
-  _globals['_CLOSE']._serialized_end=1114
-  _globals['_PROPOSED']._serialized_start=1116
-  _globals['_PROPOSED']._serialized_end=1187
-  _globals['_EVICTED']._serialized_start=1189
-  _globals['_EVICTED']._serialized_end=1263
-  _globals['_NEEDTOKENS']._serialized_start=1265
-  _globals['_NEEDTOKENS']._serialized_end=1315
-  _globals['_DRAFTSERVICE']._serialized_start=1500
-  _globals['_DRAFTSERVICE']._serialized_end=1588
+  _globals['_OPEN']._serialized_end=964
+  _globals['_COMMIT']._serialized_start=967
+  _globals['_COMMIT']._serialized_end=1127
+  _globals['_CLOSE']._serialized_start=1129
+  _globals['_CLOSE']._serialized_end=1156
+  _globals['_PROPOSED']._serialized_start=1158
+  _globals['_PROPOSED']._serialized_end=1229
+  _globals['_EVICTED']._serialized_start=1231
+  _globals['_EVICTED']._serialized_end=1305
+  _globals['_NEEDTOKENS']._serialized_start=1307
+  _globals['_NEEDTOKENS']._serialized_end=1357
+  _globals['_DRAFTSERVICE']._serialized_start=1542
+  _globals['_DRAFTSERVICE']._serialized_end=1630
 # @@protoc_insertion_point(module_scope)

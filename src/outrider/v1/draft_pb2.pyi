@@ -201,11 +201,16 @@ class Open(_message.Message):
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     prefix_len: _builtins.int
     prefix_hash: _builtins.int
     num_tokens: _builtins.int
     """Tokens to propose each round. 0: keep up, propose nothing."""
+    traceparent: _builtins.str
+    """The span that a proposal for this text belongs to, as the header of that name in W3C's Trace Context; empty where the
+    request is not traced.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed tokens; empty where only prefix_hash is sent, which the draft may answer with NeedTokens."""
@@ -221,10 +226,11 @@ class Open(_message.Message):
         prefix_hash: _builtins.int = ...,
         sampling: _common_pb2.Sampling | None = ...,
         num_tokens: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "prefix_hash", b"prefix_hash", "prefix_len", b"prefix_len", "sampling", b"sampling", "session_id", b"session_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "prefix_hash", b"prefix_hash", "prefix_len", b"prefix_len", "sampling", b"sampling", "session_id", b"session_id", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,6 +249,7 @@ class Commit(_message.Message):
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     HASH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     base_len: _builtins.int
     proposal_id: _builtins.int
@@ -251,6 +258,8 @@ class Commit(_message.Message):
     hash: _builtins.int
     """Chained hash of the committed text after this commit."""
     num_tokens: _builtins.int
+    traceparent: _builtins.str
+    """As in Open."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -263,10 +272,11 @@ class Commit(_message.Message):
         num_accepted: _builtins.int = ...,
         hash: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "hash", b"hash", "num_accepted", b"num_accepted", "num_tokens", b"num_tokens", "proposal_id", b"proposal_id", "session_id", b"session_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "hash", b"hash", "num_accepted", b"num_accepted", "num_tokens", b"num_tokens", "proposal_id", b"proposal_id", "session_id", b"session_id", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x89\x01\n\x0cStepsRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12%\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x13.outrider.v1.AttachH\x00\x12%\n\x04plan\x18\x03 \x01(\x0b\x32\x15.outrider.v1.StepPlanH\x00\x42\x06\n\x04\x62ody\"\xc0\x01\n\rStepsResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12)\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x15.outrider.v1.AttachedH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.outrider.v1.StepResultH\x00\x12,\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x19.outrider.v1.GroupFailureH\x00\x42\x06\n\x04\x62ody\"\x1e\n\x06\x41ttach\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\"\x97\x02\n\x08\x41ttached\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\t \x01(\r\x12\x15\n\rrow_invariant\x18\n \x01(\x08\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x0c \x01(\r\"\xd3\x01\n\x08StepPlan\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.outrider.v1.PlanKind\x12\x14\n\x0c\x64raft_layers\x18\x03 \x03(\r\x12,\n\tsequences\x18\x04 \x03(\x0b\x32\x19.outrider.v1.SequencePlan\x12\x10\n\x08released\x18\x05 \x03(\x04\x12\x17\n\nafter_step\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x07 \x03(\rB\r\n\x0b_after_step\"\xd7\x02\n\x0cSequencePlan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06kv_len\x18\x03 \x01(\r\x12\x13\n\x0b\x63ommit_path\x18\x04 \x03(\r\x12\x12\n\nblock_keep\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_append\x18\x06 \x03(\r\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\x1b\n\x13num_proposal_tokens\x18\x08 \x01(\r\x12\x0f\n\x07parents\x18\t \x03(\x11\x12*\n\ndraft_rows\x18\n \x03(\x0b\x32\x16.outrider.v1.SparseRow\x12\x13\n\x0blogits_rows\x18\x0b \x03(\r\x12\'\n\x08sampling\x18\x0c \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x15\n\rscored_tokens\x18\r \x03(\r\x12\x15\n\rprefix_tokens\x18\x0e \x03(\r\"\x9b\x01\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12.\n\tsequences\x18\x02 \x03(\x0b\x32\x1b.outrider.v1.SequenceResult\x12&\n\x05ranks\x18\x03 \x03(\x0b\x32\x17.outrider.v1.RankReport\x12\'\n\x06timing\x18\x04 \x01(\x0b\x32\x17.outrider.v1.StepTiming\"\xc1\x03\n\x0eSequenceResult\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x15\n\raccepted_path\x18\x04 \x03(\r\x12\x11\n\tcommitted\x18\x05 \x03(\r\x12-\n\x05\x65rror\x18\x06 \x01(\x0e\x32\x1e.outrider.v1.SequenceErrorCode\x12\x15\n\rerror_message\x18\x07 \x01(\t\x12(\n\tproposals\x18\x08 \x03(\x0b\x32\x15.outrider.v1.Proposal\x12,\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x1a.outrider.v1.FeatureHandle\x12,\n\x08logprobs\x18\n \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x19\n\x11num_forced_tokens\x18\x0c \x01(\r\x12\x1b\n\x13num_forced_accepted\x18\r \x01(\r\x12\x12\n\ngrammar_us\x18\x0e \x01(\r\"D\n\rFeatureHandle\x12\x11\n\thandle_id\x18\x01 \x01(\x04\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\"M\n\nRankReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x1a\n\x12\x63ommitted_checksum\x18\x03 \x01(\x06\"V\n\nStepTiming\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x0f\n\x07plan_ms\x18\x02 \x01(\x01\x12\x12\n\nforward_ms\x18\x03 \x01(\x01\x12\x11\n\tverify_ms\x18\x04 \x01(\x01\"\x1f\n\x0cGroupFailure\x12\x0f\n\x07message\x18\x01 \x01(\t*P\n\x08PlanKind\x12\x19\n\x15PLAN_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10PLAN_KIND_VERIFY\x10\x01\x12\x13\n\x0fPLAN_KIND_DRAFT\x10\x02*\xf5\x01\n\x11SequenceErrorCode\x12#\n\x1fSEQUENCE_ERROR_CODE_UNSPECIFIED\x10\x00\x12&\n\"SEQUENCE_ERROR_CODE_INVALID_LOGITS\x10\x01\x12$\n SEQUENCE_ERROR_CODE_INVALID_PLAN\x10\x02\x12\'\n#SEQUENCE_ERROR_CODE_NOTHING_ALLOWED\x10\x03\x12!\n\x1dSEQUENCE_ERROR_CODE_NOT_READY\x10\x04\x12!\n\x1dSEQUENCE_ERROR_CODE_UNDECIDED\x10\x05\x32S\n\rTargetService\x12\x42\n\x05Steps\x12\x19.outrider.v1.StepsRequest\x1a\x1a.outrider.v1.StepsResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x89\x01\n\x0cStepsRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12%\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x13.outrider.v1.AttachH\x00\x12%\n\x04plan\x18\x03 \x01(\x0b\x32\x15.outrider.v1.StepPlanH\x00\x42\x06\n\x04\x62ody\"\xc0\x01\n\rStepsResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12)\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x15.outrider.v1.AttachedH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.outrider.v1.StepResultH\x00\x12,\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x19.outrider.v1.GroupFailureH\x00\x42\x06\n\x04\x62ody\"\x1e\n\x06\x41ttach\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\"\x97\x02\n\x08\x41ttached\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\t \x01(\r\x12\x15\n\rrow_invariant\x18\n \x01(\x08\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x0c \x01(\r\"\xff\x01\n\x08StepPlan\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.outrider.v1.PlanKind\x12\x14\n\x0c\x64raft_layers\x18\x03 \x03(\r\x12,\n\tsequences\x18\x04 \x03(\x0b\x32\x19.outrider.v1.SequencePlan\x12\x10\n\x08released\x18\x05 \x03(\x04\x12\x17\n\nafter_step\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x07 \x03(\r\x12*\n\x06traces\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.SequenceTraceB\r\n\x0b_after_step\"4\n\rSequenceTrace\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"\xd7\x02\n\x0cSequencePlan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06kv_len\x18\x03 \x01(\r\x12\x13\n\x0b\x63ommit_path\x18\x04 \x03(\r\x12\x12\n\nblock_keep\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_append\x18\x06 \x03(\r\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\x1b\n\x13num_proposal_tokens\x18\x08 \x01(\r\x12\x0f\n\x07parents\x18\t \x03(\x11\x12*\n\ndraft_rows\x18\n \x03(\x0b\x32\x16.outrider.v1.SparseRow\x12\x13\n\x0blogits_rows\x18\x0b \x03(\r\x12\'\n\x08sampling\x18\x0c \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x15\n\rscored_tokens\x18\r \x03(\r\x12\x15\n\rprefix_tokens\x18\x0e \x03(\r\"\x9b\x01\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12.\n\tsequences\x18\x02 \x03(\x0b\x32\x1b.outrider.v1.SequenceResult\x12&\n\x05ranks\x18\x03 \x03(\x0b\x32\x17.outrider.v1.RankReport\x12\'\n\x06timing\x18\x04 \x01(\x0b\x32\x17.outrider.v1.StepTiming\"\xc1\x03\n\x0eSequenceResult\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x15\n\raccepted_path\x18\x04 \x03(\r\x12\x11\n\tcommitted\x18\x05 \x03(\r\x12-\n\x05\x65rror\x18\x06 \x01(\x0e\x32\x1e.outrider.v1.SequenceErrorCode\x12\x15\n\rerror_message\x18\x07 \x01(\t\x12(\n\tproposals\x18\x08 \x03(\x0b\x32\x15.outrider.v1.Proposal\x12,\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x1a.outrider.v1.FeatureHandle\x12,\n\x08logprobs\x18\n \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x19\n\x11num_forced_tokens\x18\x0c \x01(\r\x12\x1b\n\x13num_forced_accepted\x18\r \x01(\r\x12\x12\n\ngrammar_us\x18\x0e \x01(\r\"D\n\rFeatureHandle\x12\x11\n\thandle_id\x18\x01 \x01(\x04\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\"M\n\nRankReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x1a\n\x12\x63ommitted_checksum\x18\x03 \x01(\x06\"V\n\nStepTiming\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x0f\n\x07plan_ms\x18\x02 \x01(\x01\x12\x12\n\nforward_ms\x18\x03 \x01(\x01\x12\x11\n\tverify_ms\x18\x04 \x01(\x01\"\x1f\n\x0cGroupFailure\x12\x0f\n\x07message\x18\x01 \x01(\t*P\n\x08PlanKind\x12\x19\n\x15PLAN_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10PLAN_KIND_VERIFY\x10\x01\x12\x13\n\x0fPLAN_KIND_DRAFT\x10\x02*\xf5\x01\n\x11SequenceErrorCode\x12#\n\x1fSEQUENCE_ERROR_CODE_UNSPECIFIED\x10\x00\x12&\n\"SEQUENCE_ERROR_CODE_INVALID_LOGITS\x10\x01\x12$\n SEQUENCE_ERROR_CODE_INVALID_PLAN\x10\x02\x12\'\n#SEQUENCE_ERROR_CODE_NOTHING_ALLOWED\x10\x03\x12!\n\x1dSEQUENCE_ERROR_CODE_NOT_READY\x10\x04\x12!\n\x1dSEQUENCE_ERROR_CODE_UNDECIDED\x10\x05\x32S\n\rTargetService\x12\x42\n\x05Steps\x12\x19.outrider.v1.StepsRequest\x1a\x1a.outrider.v1.StepsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PLANKIND']._serialized_start=2156
-  _globals['_PLANKIND']._serialized_end=2236
-  _globals['_SEQUENCEERRORCODE']._serialized_start=2239
-  _globals['_SEQUENCEERRORCODE']._serialized_end=2484
+  _globals['_PLANKIND']._serialized_start=2254
+  _globals['_PLANKIND']._serialized_end=2334
+  _globals['_SEQUENCEERRORCODE']._serialized_start=2337
+  _globals['_SEQUENCEERRORCODE']._serialized_end=2582
   _globals['_STEPSREQUEST']._serialized_start=68
   _globals['_STEPSREQUEST']._serialized_end=205
   _globals['_STEPSRESPONSE']._serialized_start=208
@@ -45,21 +45,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHED']._serialized_start=435
   _globals['_ATTACHED']._serialized_end=714
   _globals['_STEPPLAN']._serialized_start=717
-  _globals['_STEPPLAN']._serialized_end=928
-  _globals['_SEQUENCEPLAN']._serialized_start=931
-  _globals['_SEQUENCEPLAN']._serialized_end=1274
-  _globals['_STEPRESULT']._serialized_start=1277
-  _globals['_STEPRESULT']._serialized_end=1432
-  _globals['_SEQUENCERESULT']._serialized_start=1435
-  _globals['_SEQUENCERESULT']._serialized_end=1884
-  _globals['_FEATUREHANDLE']._serialized_start=1886
-  _globals['_FEATUREHANDLE']._serialized_end=1954
-  _globals['_RANKREPORT']._serialized_start=1956
-  _globals['_RANKREPORT']._serialized_end=2033
-  _globals['_STEPTIMING']._serialized_start=2035
-  _globals['_STEPTIMING']._serialized_end=2121
-  _globals['_GROUPFAILURE']._serialized_start=2123
-  _globals['_GROUPFAILURE']._serialized_end=2154
-  _globals['_TARGETSERVICE']._serialized_start=2486
-  _globals['_TARGETSERVICE']._serialized_end=2569
+  _globals['_STEPPLAN']._serialized_end=972
+  _globals['_SEQUENCETRACE']._serialized_start=974
+  _globals['_SEQUENCETRACE']._serialized_end=1026
+  _globals['_SEQUENCEPLAN']._serialized_start=1029
+  _globals['_SEQUENCEPLAN']._serialized_end=1372
+  _globals['_STEPRESULT']._serialized_start=1375
+  _globals['_STEPRESULT']._serialized_end=1530
+  _globals['_SEQUENCERESULT']._serialized_start=1533
+  _globals['_SEQUENCERESULT']._serialized_end=1982
+  _globals['_FEATUREHANDLE']._serialized_start=1984
+  _globals['_FEATUREHANDLE']._serialized_end=2052
+  _globals['_RANKREPORT']._serialized_start=2054
+  _globals['_RANKREPORT']._serialized_end=2131
+  _globals['_STEPTIMING']._serialized_start=2133
+  _globals['_STEPTIMING']._serialized_end=2219
+  _globals['_GROUPFAILURE']._serialized_start=2221
+  _globals['_GROUPFAILURE']._serialized_end=2252
+  _globals['_TARGETSERVICE']._serialized_start=2584
+  _globals['_TARGETSERVICE']._serialized_end=2667
 # @@protoc_insertion_point(module_scope)

@@ -235,6 +235,7 @@ class StepPlan(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     AFTER_STEP_FIELD_NUMBER: _builtins.int
     FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
+    TRACES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     kind: Global___PlanKind.ValueType
     after_step: _builtins.int
@@ -257,6 +258,10 @@ class StepPlan(_message.Message):
     def feature_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Layers whose output features are kept for the wanted rows."""
 
+    @_builtins.property
+    def traces(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTrace]:
+        """Of the sequences whose requests are traced."""
+
     def __init__(
         self,
         *,
@@ -267,16 +272,42 @@ class StepPlan(_message.Message):
         released: _abc.Iterable[_builtins.int] | None = ...,
         after_step: _builtins.int | None = ...,
         feature_layers: _abc.Iterable[_builtins.int] | None = ...,
+        traces: _abc.Iterable[Global___SequenceTrace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "draft_layers", b"draft_layers", "feature_layers", b"feature_layers", "kind", b"kind", "released", b"released", "sequences", b"sequences", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "draft_layers", b"draft_layers", "feature_layers", b"feature_layers", "kind", b"kind", "released", b"released", "sequences", b"sequences", "step", b"step", "traces", b"traces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_step: _TypeAlias = _typing.Literal["after_step"]  # noqa: Y015
     _WhichOneofArgType__after_step: _TypeAlias = _typing.Literal["_after_step", b"_after_step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__after_step) -> _WhichOneofReturnType__after_step | None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class SequenceTrace(_message.Message):
+    """The span that spans of a sequence's part in a step belong to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_ID_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    seq_id: _builtins.int
+    traceparent: _builtins.str
+    """As the header of that name in W3C's Trace Context."""
+    def __init__(
+        self,
+        *,
+        seq_id: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq_id", b"seq_id", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceTrace: _TypeAlias = SequenceTrace  # noqa: Y015
 
 @_typing.final
 class SequencePlan(_message.Message):

@@ -51,6 +51,7 @@ plans = st.builds(
     draft_layers=numbers,
     feature_layers=numbers,
     after_step=st.none() | unsigned,
+    traces=st.lists(st.tuples(unsigned, st.text(max_size=60)), max_size=3).map(tuple),
 )
 digests = st.builds(Digest, number, st.integers(0, 2**53 - 1), number, number)
 
