@@ -19,6 +19,7 @@ from outrider.cluster.config import ClusterConfig
 from outrider.cluster.registry import Registry
 from outrider.core.errors import ConfigError, Unavailable
 from outrider.core.sampling import Verifier
+from outrider.metrics.declared import text
 from outrider.router.admin import AdminServicer
 from outrider.router.certificates import Certificates
 from outrider.router.frontend import Frontend
@@ -27,6 +28,7 @@ from outrider.router.group import Group, GroupSettings
 from outrider.router.group_service import GroupServicer
 from outrider.router.keys import ApiKeys, KeyInterceptor
 from outrider.router.live_settings import LiveSettings, SettingsFollower
+from outrider.router.metrics import router_registry
 from outrider.router.sampling_params import Defaults
 from outrider.router.settings import SchedulerSettings, scheduler_settings
 from outrider.router.streams import CHANNEL_OPTIONS
@@ -41,6 +43,7 @@ from outrider.v1 import (
 )
 
 if TYPE_CHECKING:
+    from outrider.metrics.listener import MetricsListener
     from outrider.router.http.door import HttpDoor
 
 log = logging.getLogger(__name__)
@@ -61,6 +64,7 @@ class RouterServer:
     Attributes:
         address: where it listens, once started.
         http_url: where the OpenAI-compatible API is, once started; empty where it is off.
+        metrics_url: where Prometheus reads, once started; empty where that port is off.
         group: the group that it owns.
     """
 
@@ -75,6 +79,7 @@ class RouterServer:
         """Raises ``ConfigError`` if the model's tokenizer, the certificate or the file of keys cannot be used."""
         self.address = ""
         self.http_url = ""
+        self.metrics_url = ""
         self._config = config
         self._router_id = router_id
         self._tokenizer = TextTokenizer(config.target.model)
@@ -101,6 +106,8 @@ class RouterServer:
         router = config.router
         self._certificates = Certificates.of(router)
         self._keys = ApiKeys(router.api_key_file) if router.api_key_file is not None else None
+        self._metrics = router_registry(self._frontend, lambda: self.group)
+        self._listener = self._metrics_listener()
         self._http = self._http_door() if config.router.http_port is not None else None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,6 +132,9 @@ class RouterServer:
         if self._http is not None:
             self._http.listen()
             self.http_url = self._http.url
+        if self._listener is not None:
+            self._listener.listen()
+            self.metrics_url = self._listener.url
         admin = AdminServicer(
             self.group,
             self._live,
@@ -156,6 +166,9 @@ class RouterServer:
         ]
         if self._http is not None:
             self._tasks.append(asyncio.create_task(self._http.serve(), name="http"))
+        if self._listener is not None:
+            self._tasks.append(asyncio.create_task(self._listener.serve(), name="metrics"))
+            log.info("router %s tells its metrics at %s", self._router_id, self.metrics_url)
         log.info("router %s listens on %s, HTTP: %s", self._router_id, self.address, self.http_url or "off")
 
     async def run(self) -> None:
@@ -174,6 +187,8 @@ class RouterServer:
             await asyncio.sleep(0.02)  # two counters of two objects; ends by itself
         if self._http is not None:
             await self._http.stop()
+        if self._listener is not None:
+            await self._listener.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -197,9 +212,21 @@ class RouterServer:
             state=self._state,
             tool_call_parser=router.tool_call_parser,
             with_metrics=router.per_request_spec_decode_metrics != "none",
+            metrics=lambda: text(self._metrics),
             keys=self._keys,
         )
         return HttpDoor(router, make_app(served), self._certificates)
+
+    def _metrics_listener(self) -> MetricsListener | None:
+        from outrider.metrics.listener import MetricsListener
+
+        async def tell() -> str:
+            return text(self._metrics)
+
+        router = self._config.router
+        if router.metrics_port is None:
+            return None
+        return MetricsListener("router.metrics_port", router.host, router.metrics_port, tell=tell, state=self._state)
 
     def _state(self) -> str:
         """ "ready", or why requests would not be answered."""
@@ -227,6 +254,7 @@ class RouterServer:
                     "address": self.address,
                     "http_url": self.http_url,
                     "pid": os.getpid(),
+                    "metrics_url": self.metrics_url,
                 }
                 try:
                     await self._registry.announce("router", self._router_id, record)

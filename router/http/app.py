@@ -14,12 +14,13 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider import __version__
 from outrider.core.errors import OutriderError
+from outrider.metrics.declared import CONTENT_TYPE
 from outrider.router.frontend import LONG_TEXT, Frontend
 from outrider.router.http.answers import AnswerSettings, ChatAnswer, CompletionAnswer
 from outrider.router.http.errors import HttpError, http_error, shape_error
@@ -49,6 +50,7 @@ class Served:
         tool_call_parser: as in the settings.
         with_metrics: whether answers tell what speculation did, where the request says nothing.
         keys: None lets everybody in.
+        metrics: what Prometheus reads, who needs no key for it.
     """
 
     frontend: Frontend
@@ -59,6 +61,7 @@ class Served:
     tool_call_parser: str = "hermes"
     with_metrics: bool = True
     keys: ApiKeys | None = None
+    metrics: Callable[[], str] | None = None
 
 
 def make_app(served: Served) -> ASGIApp:
@@ -73,6 +76,7 @@ def make_app(served: Served) -> ASGIApp:
         ("GET", "/ready"): routes.ready,
         ("GET", "/version"): routes.version,
         ("GET", "/load"): routes.load,
+        ("GET", "/metrics"): routes.metrics,
     }
     app = Starlette(
         routes=[
@@ -162,6 +166,11 @@ class Routes:
 
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def metrics(self, _: Request) -> Response:
+        if self._served.metrics is None:
+            raise HTTPException(404)
+        return PlainTextResponse(self._served.metrics(), media_type=CONTENT_TYPE)
 
     async def load(self, _: Request) -> Response:
         return JSONResponse({"server_load": self._served.frontend.num_open})
