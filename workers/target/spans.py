@@ -18,7 +18,7 @@ def record_step(
     results: Iterable[SequenceResult] = (),
     timing: StepTiming | None = None,
 ) -> None:
-    """``duration_s``: how long this rank worked on the step, which ends now. The leader knows results and timing too."""
+    """``duration_s``: how long this rank worked on the step, which ends now. The leader knows results and timing."""
     end_ns = time.time_ns()
     start_ns = end_ns - round(1e9 * duration_s)
     sequences = {sequence.seq_id: sequence for sequence in plan.sequences}
