@@ -145,6 +145,7 @@ class DraftBook:
                 prefix_hash=request.text.hashes[-1],
                 sampling=request.new.sampling,
                 num_tokens=self._num_tokens(session, draft.facts),
+                traceparent=request.trace.traceparent if request.trace is not None else "",
             )
         )
 
@@ -178,6 +179,7 @@ class DraftBook:
                 num_accepted=num_accepted,
                 hash=request.text.hashes[-1],
                 num_tokens=num_tokens,
+                traceparent=request.trace.traceparent if request.trace is not None else "",
             )
         )
 

@@ -92,6 +92,7 @@ def event_to_wire(event: DraftEvent, epoch: int) -> draft_pb2.SessionRequest:
             request.open.prefix_hash = event.prefix_hash
             request.open.sampling.CopyFrom(sampling_to_wire(event.sampling))
             request.open.num_tokens = event.num_tokens
+            request.open.traceparent = event.traceparent
         case DraftCommit():
             request.commit.session_id = event.session_id
             request.commit.base_len = event.base_len
@@ -100,6 +101,7 @@ def event_to_wire(event: DraftEvent, epoch: int) -> draft_pb2.SessionRequest:
             request.commit.num_accepted = event.num_accepted
             request.commit.hash = event.hash
             request.commit.num_tokens = event.num_tokens
+            request.commit.traceparent = event.traceparent
         case DraftClose():
             request.close.session_id = event.session_id
     return request

@@ -40,6 +40,7 @@ class DraftOpen:
     prefix_hash: int
     sampling: Sampling
     num_tokens: int
+    traceparent: str = ""  # of the round that the proposal is for; empty where the request is not traced
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class DraftCommit:
     num_accepted: int
     hash: int
     num_tokens: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class NewRequest:
         num_choices: choices to generate; the scheduler numbers them in ``sampling.choice``.
         num_speculative_tokens: None takes the scheduler's setting; 0 means no speculation.
         deadline: time at which the request is given up, or None.
+        traceparent: the request's span, that those of its rounds belong to; empty where it is not traced.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class NewRequest:
     num_choices: int = 1
     num_speculative_tokens: int | None = None
     deadline: float | None = None
+    traceparent: str = ""
 
 
 class Cutter(Protocol):
@@ -81,6 +83,51 @@ class NoStops:
 
     def feed(self, tokens: Sequence[int]) -> tuple[int, str | None]:
         return len(tokens), None
+
+
+@dataclass(frozen=True)
+class RoundFacts:
+    """What a round did for one choice.
+
+    Attributes:
+        base_len: length of the text before it.
+        drafter: what kind of drafter its proposal came from; empty without one.
+        goes_on: whether another round follows.
+    """
+
+    epoch: int
+    base_len: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_committed_tokens: int
+    drafter: str
+    goes_on: bool
+
+
+class RequestTrace(Protocol):
+    """Told what happens to one choice of a traced request."""
+
+    @property
+    def traceparent(self) -> str:
+        """The span of the round under way; empty before the first."""
+        ...
+
+    def planned(self, *, ahead: bool = False) -> str:
+        """A step will run rows of it. Returns the span of the round that they belong to.
+
+        ``ahead``: that round follows the one under way.
+        """
+        ...
+
+    def decided(self) -> None:
+        """The outcome of a round is here."""
+        ...
+
+    def committed(self, facts: RoundFacts) -> None:
+        """It became permanent."""
+        ...
+
+    def ended(self, reason: FinishReason, error_message: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -190,6 +237,7 @@ class Request:
         queued_at: when it came, until its first step.
         committed_at: when tokens of it became permanent last.
         ended: set once the request is over; its step may still be in flight.
+        trace: None where it is not traced.
     """
 
     new: NewRequest
@@ -222,6 +270,7 @@ class Request:
     queued_at: float | None = None
     committed_at: float | None = None
     ended: bool = False
+    trace: RequestTrace | None = None
 
     @property
     def choice(self) -> int:

@@ -27,10 +27,11 @@ from outrider.router.counts import SchedulerCounts
 from outrider.router.draft_book import DraftBook
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
 from outrider.router.families import RequestBook, new_family
-from outrider.router.flight import Flight
+from outrider.router.flight import Flight, Step
 from outrider.router.hearing import heard, learn, usable
 from outrider.router.pacing import Pacer
-from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest, NoStops, Request
+from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest, NoStops, Request, RoundFacts
+from outrider.router.round_trace import MakeTrace, no_trace, step_traces
 from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
 from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
@@ -57,12 +58,14 @@ class Scheduler:
         *,
         epoch: int,
         make_cutter: Callable[[NewRequest], Cutter] = no_stops,
+        make_trace: MakeTrace = no_trace,
     ) -> None:
         self.info = info
         self.settings = settings
         self.epoch = epoch
         self.counts = SchedulerCounts()
         self._make_cutter = make_cutter
+        self._make_trace = make_trace
         self._requests = RequestBook()
         self._batcher = Batcher(info, settings.max_num_seqs, enable_prefix_caching=settings.enable_prefix_caching)
         self._drafts = DraftBook()
@@ -90,6 +93,8 @@ class Scheduler:
             lookup_lengths=self.settings.lookup_lengths,
             queued_at=now,
         )
+        for member in family.members.values():
+            member.trace = self._make_trace(member.new)
         self._requests.add(family)
         self._batcher.waiting.extend(family.members.values())
 
@@ -120,7 +125,7 @@ class Scheduler:
                 return None
             (step,) = self._flight
             rows = rows_ahead(self._batcher, step, self._limit_prompts)
-            return self._planned(rows, now, after_step=step.plan.step) if rows else None
+            return self._planned(rows, now, before=step) if rows else None
         others = 1 if self._batcher.can_admit() else 0
         self._held_until = self._pacer.hold_until(self._batcher.running, others, self._drafts, now)
         if self._held_until is not None:
@@ -128,14 +133,15 @@ class Scheduler:
         resting = self._pacer.sitting_out(self._batcher.running, self._drafts, now)
         return self._planned(self._batcher.build(heard, resting, self._limit_prompts), now)
 
-    def _planned(self, rows: list[Rows], now: float, after_step: int | None = None) -> StepPlan:
+    def _planned(self, rows: list[Rows], now: float, before: Step | None = None) -> StepPlan:
         self._num_steps += 1
         plan = StepPlan(
             epoch=self.epoch,
             step=self._num_steps,
             sequences=tuple(part.plan for part in rows),
             released=self._batcher.take_released(),
-            after_step=after_step,
+            after_step=before.plan.step if before is not None else None,
+            traces=step_traces(rows, before),
         )
         self._flight.add(plan, rows, now)
         for part in rows:
@@ -330,6 +336,8 @@ class Scheduler:
     def _commit(self, part: Rows, outcome: SequenceResult, now: float) -> Committed:
         """Make a round's tokens permanent, up to where the text ends."""
         request, proposal, tokens = part.request, part.proposal, outcome.committed
+        if request.trace is not None:
+            request.trace.decided()
         position = len(request.text)
         ending = cut(tokens, request.end_len - position, request.end_tokens, request.cutter)
         kept = tokens[: ending.num_kept]
@@ -359,6 +367,11 @@ class Scheduler:
             prompt_logprobs=tuple(request.unreported),
         )
         request.unreported = []
+        if request.trace is not None:
+            drafted, drafter = (len(proposal.tokens), proposal.drafter) if proposal is not None else (0, "")
+            goes_on = ending.reason is None
+            facts = RoundFacts(self.epoch, position, drafted, accepted, len(kept), drafter, goes_on)
+            request.trace.committed(facts)
         if ending.reason is not None:
             return replace(commit, finish=self._end(request, ending.reason, ending).finish)
         if usable(request) is None:
@@ -374,6 +387,8 @@ class Scheduler:
         self._batcher.remove(request)
         self._drafts.close(request)
         request.ended = True
+        if request.trace is not None:
+            request.trace.ended(reason, error_message)
         if not self._flight.carries(request):
             self._batcher.release(request)
         finish = finished(request, reason, self.info.row_invariant, ending, error_message)

@@ -22,6 +22,8 @@ from outrider.router.requests import NewRequest
 from outrider.router.tokenizer import TextTokenizer
 from outrider.v1 import common_pb2, group_pb2
 
+TRACEPARENT_LENGTH = 55  # of version 00, which is the only one
+
 
 def submit_to_wire(request: NewRequest, now: float) -> group_pb2.SubmitRequest:
     """EOS tokens do not travel, but for whether they count: the owner reads them from the same model folder."""
@@ -36,6 +38,7 @@ def submit_to_wire(request: NewRequest, now: float) -> group_pb2.SubmitRequest:
         ignore_eos=not request.eos_token_ids,
         min_tokens=request.min_tokens,
         num_choices=request.num_choices,
+        traceparent=request.traceparent,
     )
     if request.deadline is not None:
         message.timeout_ms = max(1, round(1000 * (request.deadline - now)))
@@ -65,6 +68,7 @@ def submit_from_wire(message: group_pb2.SubmitRequest, tokenizer: TextTokenizer,
         num_choices=checked_num_choices("num_choices", message.num_choices or 1, sampling),
         num_speculative_tokens=checked_num_speculative_tokens(message),
         deadline=now + message.timeout_ms / 1000 if message.timeout_ms else None,
+        traceparent=message.traceparent[:TRACEPARENT_LENGTH],
     )
 
 

@@ -27,15 +27,15 @@ from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import target_pb2 as outrider_dot_v1_dot_target__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/group.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/admin.proto\x1a\x18outrider/v1/common.proto\x1a\x18outrider/v1/target.proto\"\x0f\n\rFollowRequest\"W\n\x0e\x46ollowResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12$\n\x05group\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Attached\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\"\x11\n\x0f\x44\x65scribeRequest\"\x86\x01\n\x10\x44\x65scribeResponse\x12\'\n\x05group\x18\x01 \x01(\x0b\x32\x18.outrider.v1.GroupStatus\x12(\n\x06\x64rafts\x18\x02 \x03(\x0b\x32\x18.outrider.v1.DraftStatus\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\"\xd3\x02\n\rSubmitRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x03(\r\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12#\n\x16num_speculative_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x12\n\ntimeout_ms\x18\t \x01(\x04\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x13\n\x0bnum_choices\x18\x0c \x01(\rB\x19\n\x17_num_speculative_tokens\"Y\n\x0eSubmitResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08not_here\x18\x03 \x01(\x08\"n\n\x0cWatchRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rfrom_position\x18\x03 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\"\xde\x01\n\rWatchResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12#\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Finish\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"W\n\x0c\x41\x62ortRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"C\n\rAbortResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\r\n\x05\x66ound\x18\x02 \x01(\x08\"\xaa\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12\x32\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x14\n\x0creproducible\x18\x05 \x01(\x08\"\xb6\x02\n\x10SpeculationStats\x12\'\n\x08verifier\x18\x01 \x01(\x0e\x32\x15.outrider.v1.Verifier\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x16\n\x0enum_spec_steps\x18\x03 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\r\x12\x14\n\x0ctarget_calls\x18\x07 \x01(\r\x12\x19\n\x11probability_bytes\x18\x08 \x01(\x04\x12\x19\n\x11num_forced_tokens\x18\t \x01(\r\x12\x1b\n\x13num_forced_accepted\x18\n \x01(\r\x12\x12\n\ngrammar_ms\x18\x0b \x01(\x01*\xad\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x32\xe1\x02\n\x0cGroupService\x12\x43\n\x06\x46ollow\x12\x1a.outrider.v1.FollowRequest\x1a\x1b.outrider.v1.FollowResponse0\x01\x12\x41\n\x06Submit\x12\x1a.outrider.v1.SubmitRequest\x1a\x1b.outrider.v1.SubmitResponse\x12@\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x1a.outrider.v1.WatchResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x1a.outrider.v1.AbortResponse\x12G\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a\x1d.outrider.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/group.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/admin.proto\x1a\x18outrider/v1/common.proto\x1a\x18outrider/v1/target.proto\"\x0f\n\rFollowRequest\"W\n\x0e\x46ollowResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12$\n\x05group\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Attached\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\"\x11\n\x0f\x44\x65scribeRequest\"\x86\x01\n\x10\x44\x65scribeResponse\x12\'\n\x05group\x18\x01 \x01(\x0b\x32\x18.outrider.v1.GroupStatus\x12(\n\x06\x64rafts\x18\x02 \x03(\x0b\x32\x18.outrider.v1.DraftStatus\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\"\xe8\x02\n\rSubmitRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x03(\r\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12#\n\x16num_speculative_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x12\n\ntimeout_ms\x18\t \x01(\x04\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x13\n\x0bnum_choices\x18\x0c \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\tB\x19\n\x17_num_speculative_tokens\"Y\n\x0eSubmitResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08not_here\x18\x03 \x01(\x08\"n\n\x0cWatchRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rfrom_position\x18\x03 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\"\xde\x01\n\rWatchResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12#\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Finish\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"W\n\x0c\x41\x62ortRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"C\n\rAbortResponse\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Header\x12\r\n\x05\x66ound\x18\x02 \x01(\x08\"\xaa\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12\x32\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x14\n\x0creproducible\x18\x05 \x01(\x08\"\xb6\x02\n\x10SpeculationStats\x12\'\n\x08verifier\x18\x01 \x01(\x0e\x32\x15.outrider.v1.Verifier\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x16\n\x0enum_spec_steps\x18\x03 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\r\x12\x14\n\x0ctarget_calls\x18\x07 \x01(\r\x12\x19\n\x11probability_bytes\x18\x08 \x01(\x04\x12\x19\n\x11num_forced_tokens\x18\t \x01(\r\x12\x1b\n\x13num_forced_accepted\x18\n \x01(\r\x12\x12\n\ngrammar_ms\x18\x0b \x01(\x01*\xad\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x32\xe1\x02\n\x0cGroupService\x12\x43\n\x06\x46ollow\x12\x1a.outrider.v1.FollowRequest\x1a\x1b.outrider.v1.FollowResponse0\x01\x12\x41\n\x06Submit\x12\x1a.outrider.v1.SubmitRequest\x1a\x1b.outrider.v1.SubmitResponse\x12@\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x1a.outrider.v1.WatchResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x1a.outrider.v1.AbortResponse\x12G\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a\x1d.outrider.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.group_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1794
-  _globals['_FINISHREASON']._serialized_end=1967
+  _globals['_FINISHREASON']._serialized_start=1815
+  _globals['_FINISHREASON']._serialized_end=1988
   _globals['_FOLLOWREQUEST']._serialized_start=117
   _globals['_FOLLOWREQUEST']._serialized_end=132
   _globals['_FOLLOWRESPONSE']._serialized_start=134
@@ -45,21 +45,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBERESPONSE']._serialized_start=243
   _globals['_DESCRIBERESPONSE']._serialized_end=377
   _globals['_SUBMITREQUEST']._serialized_start=380
-  _globals['_SUBMITREQUEST']._serialized_end=719
-  _globals['_SUBMITRESPONSE']._serialized_start=721
-  _globals['_SUBMITRESPONSE']._serialized_end=810
-  _globals['_WATCHREQUEST']._serialized_start=812
-  _globals['_WATCHREQUEST']._serialized_end=922
-  _globals['_WATCHRESPONSE']._serialized_start=925
-  _globals['_WATCHRESPONSE']._serialized_end=1147
-  _globals['_ABORTREQUEST']._serialized_start=1149
-  _globals['_ABORTREQUEST']._serialized_end=1236
-  _globals['_ABORTRESPONSE']._serialized_start=1238
-  _globals['_ABORTRESPONSE']._serialized_end=1305
-  _globals['_FINISH']._serialized_start=1308
-  _globals['_FINISH']._serialized_end=1478
-  _globals['_SPECULATIONSTATS']._serialized_start=1481
-  _globals['_SPECULATIONSTATS']._serialized_end=1791
-  _globals['_GROUPSERVICE']._serialized_start=1970
-  _globals['_GROUPSERVICE']._serialized_end=2323
+  _globals['_SUBMITREQUEST']._serialized_end=740
+  _globals['_SUBMITRESPONSE']._serialized_start=742
+  _globals['_SUBMITRESPONSE']._serialized_end=831
+  _globals['_WATCHREQUEST']._serialized_start=833
+  _globals['_WATCHREQUEST']._serialized_end=943
+  _globals['_WATCHRESPONSE']._serialized_start=946
+  _globals['_WATCHRESPONSE']._serialized_end=1168
+  _globals['_ABORTREQUEST']._serialized_start=1170
+  _globals['_ABORTREQUEST']._serialized_end=1257
+  _globals['_ABORTRESPONSE']._serialized_start=1259
+  _globals['_ABORTRESPONSE']._serialized_end=1326
+  _globals['_FINISH']._serialized_start=1329
+  _globals['_FINISH']._serialized_end=1499
+  _globals['_SPECULATIONSTATS']._serialized_start=1502
+  _globals['_SPECULATIONSTATS']._serialized_end=1812
+  _globals['_GROUPSERVICE']._serialized_start=1991
+  _globals['_GROUPSERVICE']._serialized_end=2344
 # @@protoc_insertion_point(module_scope)
