@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
+from outrider.core.errors import Unavailable
 from outrider.core.errors_wire import errors_as_status
 from outrider.router.group import Group
 from outrider.router.live_settings import SettingsFollower
 from outrider.router.overhead import Overhead, Quantiles
 from outrider.router.profile_wire import profile_settings, profile_to_wire
 from outrider.router.profiler import Progress
-from outrider.v1 import admin_pb2, admin_pb2_grpc
+from outrider.router.remote_group import RemoteGroup
+from outrider.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +32,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Answers for one router and the group that it owns."""
 
     def __init__(
-        self, group: Group, settings: SettingsFollower, *, cluster: str, router_id: str, http_url: str = ""
+        self,
+        group: Group,
+        settings: SettingsFollower,
+        *,
+        cluster: str,
+        router_id: str,
+        http_url: str = "",
+        remote: Callable[[], RemoteGroup | None] = lambda: None,
     ) -> None:
+        """``remote``: the group in another router, where that owns it."""
         self._group = group
+        self._remote = remote
         self._settings = settings
         self._cluster = cluster
         self._router_id = router_id
@@ -43,15 +54,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.StatusRequest, context: _Context
     ) -> admin_pb2.StatusResponse:
         async with errors_as_status(context, log, "status"):
-            scheduler = self._group.scheduler
-            snapshot = scheduler.snapshot() if scheduler is not None else None
+            remote = self._remote()
+            described = describe(self._group) if remote is None else await remote.describe()
             return admin_pb2.StatusResponse(
                 cluster=self._cluster,
                 router_id=self._router_id,
-                groups=[group_status(self._group)],
-                drafts=draft_statuses(self._group),
-                queued=snapshot.num_waiting if snapshot is not None else 0,
-                running=snapshot.num_running if snapshot is not None else 0,
+                groups=[described.group],
+                drafts=described.drafts,
+                queued=described.queued,
+                running=described.running,
                 settings=self._settings.current.to_wire(),
                 uptime_s=time.monotonic() - self._started,
                 http_url=self._http_url,
@@ -75,6 +86,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ProfileRequest, context: _Context
     ) -> AsyncIterator[admin_pb2.ProfileResponse]:
         async with errors_as_status(context, log, "profile"):
+            if (remote := self._remote()) is not None:
+                owner = f"the router whose group port is {remote.address}"
+                raise Unavailable(f"this router does not own the group, so it cannot measure it: ask {owner}")
             remaining = context.time_remaining()
             timeout_s = PROFILE_TIMEOUT_S if remaining is None else max(0.05, remaining - REPLY_S)
             running = self._group.profiler.run(profile_settings(request), timeout_s)
@@ -85,6 +99,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                         yield admin_pb2.ProfileResponse(progress=progress)
                     else:
                         yield admin_pb2.ProfileResponse(result=profile_to_wire(event))
+
+
+def describe(group: Group) -> group_pb2.DescribeResponse:
+    """What an operator reads of the group that this process owns."""
+    scheduler = group.scheduler
+    snapshot = scheduler.snapshot() if scheduler is not None else None
+    return group_pb2.DescribeResponse(
+        group=group_status(group),
+        drafts=draft_statuses(group),
+        queued=snapshot.num_waiting if snapshot is not None else 0,
+        running=snapshot.num_running if snapshot is not None else 0,
+    )
 
 
 def group_status(group: Group) -> admin_pb2.GroupStatus:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from outrider.cluster.registry import Record, Registry
 from outrider.core.errors import ConfigError, GroupError, Unavailable
+from outrider.core.logs import bind
 from outrider.core.plan import GroupInfo
 from outrider.router.lease import GroupLease
 from outrider.router.membership import follow_members
@@ -46,13 +47,23 @@ class TargetAttachment:
         stream: the stream while a target is attached.
     """
 
-    def __init__(self, registry: Registry, settings: AttachmentSettings, *, scheduler_id: str) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        settings: AttachmentSettings,
+        *,
+        scheduler_id: str,
+        disowned: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``disowned`` is called with the reason when another router has become the group's owner."""
         self.state = "waiting for a target"
         self.record: Record = {}
         self.stream: TargetStream | None = None
         self._registry = registry
         self._settings = settings
         self._scheduler_id = scheduler_id
+        self._disowned = disowned
+        self._resigned = False
         self._lost_at = time.monotonic()
         self._newest: Record | None = None
         self._min_epoch = 0  # records of an older epoch are of groups that failed
@@ -63,6 +74,24 @@ class TargetAttachment:
     def is_given_up(self) -> bool:
         """Whether no target has been there for longer than the grace time."""
         return self.stream is None and time.monotonic() - self._lost_at > self._settings.grace_s
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this process has the right to schedule for the group."""
+        return self.token is not None
+
+    @property
+    def token(self) -> int | None:
+        """The fencing token of the lease: of two that think they own the group, the larger one does."""
+        return self._lease.token if self._lease is not None else None
+
+    @property
+    def group_id(self) -> str:
+        return self._lease.group_id if self._lease is not None else ""
+
+    def resign(self) -> None:
+        """Do not become the group's owner any more; who is it stays it."""
+        self._resigned = True
 
     async def run(self, serve: Serve) -> None:
         """Attach, and run ``serve`` until it raises; then attach again. Ends when cancelled.
@@ -83,13 +112,16 @@ class TargetAttachment:
                 await self._lease.release()
 
     async def _own(self, record: Record, tasks: asyncio.TaskGroup) -> None:
-        lease = GroupLease(self._registry, record["group_id"], self._scheduler_id)
+        lease = GroupLease(self._registry, record["group_id"], self._scheduler_id, may_claim=lambda: not self._resigned)
         await lease.acquire()
         self._lease = lease
-        tasks.create_task(lease.keep(self._end_stream), name="lease")
+        tasks.create_task(lease.keep(self._lose), name="lease")
 
     async def _attach(self, serve: Serve) -> None:
         record = await self._next_record()
+        if self._lease is not None and not await self._lease.confirm():
+            return  # a process that was stopped for a while must not take the target from the new owner
+        bind(epoch=record["epoch"])
         stream = TargetStream(record["address"], scheduler_id=self._scheduler_id, epoch=record["epoch"])
         try:
             info = await stream.attach(self._settings.attach_timeout_s)
@@ -112,6 +144,11 @@ class TargetAttachment:
         if state != self.state:
             log.warning("target %s", state)
         self.state = state
+
+    def _lose(self, reason: str) -> None:
+        self._lost(f"lost: {reason}")
+        self._end_stream(reason)
+        self._disowned(reason)
 
     def _end_stream(self, reason: str) -> None:
         if self.stream is not None:

@@ -14,11 +14,14 @@ import grpc
 
 from outrider.core.errors import Unavailable
 from outrider.core.errors_wire import errors_as_status
+from outrider.core.tracing import Tracing
 from outrider.router.admission import Admitted, admit
 from outrider.router.answer import Answer
 from outrider.router.grammar_door import GrammarDoor
+from outrider.router.group_route import Owners
 from outrider.router.group_service import GroupOwner
 from outrider.router.merge import merged
+from outrider.router.observed import Observed
 from outrider.router.request_meter import RequestMeter, RequestTimer
 from outrider.router.sampling_params import Defaults
 from outrider.router.tokenizer import TextTokenizer
@@ -43,21 +46,23 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(
         self,
-        owner: GroupOwner,
+        owners: Owners,
         tokenizer: TextTokenizer,
         grammars: GrammarDoor,
         defaults: Defaults,
         *,
         default_timeout_s: float,
+        tracing: Tracing | None = None,
     ) -> None:
         self.defaults = defaults
         self.draining = False
         self.num_open = 0
         self.meter = RequestMeter()
-        self._owner = owner
+        self._owners = owners
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._default_timeout_s = default_timeout_s
+        self._tracing = tracing
 
     async def Generate(  # noqa: N802
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -81,12 +86,13 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
         """
         self.num_open += 1
         try:
-            with self.meter.request() as timer:
+            with Observed(request_id, self._tracing) as observed, self.meter.request() as timer:
                 if self.draining:
                     raise Unavailable("the router is shutting down; send the request again")
-                admitted = await self._admit(request, request_id, timeout_s)
+                admitted = observed.admitted(await self._admit(request, request_id, timeout_s))
                 async with contextlib.aclosing(self._answer(admitted, timer)) as responses:
                     async for response in responses:
+                        observed.note(response)
                         yield response
         finally:
             self.num_open -= 1
@@ -97,14 +103,14 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> generation_pb2.GenerationServiceAbortResponse:
         async with errors_as_status(context, log, f"abort {request.request_id}"):
-            found = await self._owner.abort(request.request_id, "aborted by the client")
+            found = await self._owners.abort(request.request_id, "aborted by the client")
             return generation_pb2.GenerationServiceAbortResponse(found=found)
 
     async def _admit(
         self, request: generation_pb2.GenerateRequest, request_id: str, time_remaining: float | None
     ) -> Admitted:
         timeout = self._default_timeout_s if time_remaining is None else time_remaining
-        info = self._owner.info
+        info = self._owners.info
 
         def checked() -> Admitted:
             return admit(
@@ -125,12 +131,13 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
     async def _answer(self, admitted: Admitted, timer: RequestTimer) -> AsyncGenerator[generation_pb2.GenerateResponse]:
         request, answer = admitted.request, Answer(admitted, self._tokenizer)
         timer.admitted(len(request.prompt_tokens), request.num_choices)
-        start = await self._owner.submit(request)
+        owner, start = await self._owners.submit(request)
+        runs = True
         try:
-            info = self._owner.info
+            info = owner.info
             for response in answer.begin(start, info.group_id if info is not None else ""):
                 yield response
-            async with contextlib.aclosing(self._updates(request.request_id, start, answer)) as updates:
+            async with contextlib.aclosing(self._updates(owner, request.request_id, start, answer)) as updates:
                 async for choice, update in updates:
                     timer.took(choice, update)
                     taken = answer.take(choice, update)
@@ -138,16 +145,24 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
                         taken = iter(await asyncio.to_thread(list, taken))
                     for response in taken:
                         yield response
+        except Unavailable:
+            runs = False  # or nobody watches it at its owner, which then aborts it
+            raise
         finally:
-            if answer.open_choices:
+            if answer.open_choices and runs:
                 # Cancelled, or the watch broke: nobody waits for the text any more.
-                await self._owner.abort(request.request_id, "the client went away", start.generation)
                 log.info("request %s: ended before its text did", request.request_id)
+                try:
+                    await owner.abort(request.request_id, "the client went away", start.generation)
+                except Unavailable as error:
+                    log.info("request %s: %s", request.request_id, error)
 
-    async def _updates(self, request_id: str, start: Update, answer: Answer) -> AsyncGenerator[tuple[int, Update]]:
+    async def _updates(
+        self, owner: GroupOwner, request_id: str, start: Update, answer: Answer
+    ) -> AsyncGenerator[tuple[int, Update]]:
         """What the choices of a request commit, until the last of them has ended."""
         choices = sorted(answer.open_choices)
-        watches = [self._owner.watch(request_id, start.position, start.generation, choice) for choice in choices]
+        watches = [owner.watch(request_id, start.position, start.generation, choice) for choice in choices]
         if answer.needs_prompt_logprobs:
             yield 0, await anext(watches[0])
         async with contextlib.aclosing(merged(watches)) as updates:

@@ -19,6 +19,7 @@ from outrider.cluster.registry import Registry
 from outrider.core.errors import ConfigError, GroupError, NotFound, OutriderError, Unavailable
 from outrider.core.plan import GroupInfo, RankReport, StepResult
 from outrider.core.proposal import Proposal
+from outrider.core.tracing import Tracing
 from outrider.router.archive import Archive
 from outrider.router.attachment import AttachmentSettings, TargetAttachment
 from outrider.router.draft_pool import DraftPool
@@ -26,6 +27,7 @@ from outrider.router.drafts import DraftFacts, EvictionReason
 from outrider.router.overhead import OverheadMeter, step_kind
 from outrider.router.profiler import Profiler
 from outrider.router.requests import Committed, Cutter, NewRequest, NoStops
+from outrider.router.round_trace import RoundTraces, no_trace
 from outrider.router.scheduler import Scheduler
 from outrider.router.settings import SchedulerSettings
 from outrider.router.target_stream import TargetStream
@@ -69,8 +71,9 @@ class Group:
         settings: GroupSettings,
         *,
         scheduler_id: str,
+        tracing: Tracing | None = None,
     ) -> None:
-        self.target = TargetAttachment(registry, settings, scheduler_id=scheduler_id)
+        self.target = TargetAttachment(registry, settings, scheduler_id=scheduler_id, disowned=self._disowned)
         self.ranks: tuple[RankReport, ...] = ()
         self.profiler = Profiler(self)
         self.overhead = OverheadMeter()
@@ -79,6 +82,7 @@ class Group:
         self._scheduler_settings = scheduler_settings
         self._settings = settings
         self._scheduler_id = scheduler_id
+        self._make_trace = RoundTraces(tracing) if tracing is not None else no_trace
         self._scheduler: Scheduler | None = None
         self._drafts: DraftPool | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -114,6 +118,21 @@ class Group:
         return self.target.state == "ready"
 
     @property
+    def state(self) -> str:
+        """ "ready", or why requests would not be answered."""
+        return self.target.state
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this process has the right to schedule for the group."""
+        return self.target.is_owned
+
+    @property
+    def token(self) -> int | None:
+        """The fencing token of that right; None without it."""
+        return self.target.token
+
+    @property
     def num_unfinished(self) -> int:
         return self._archive.num_unfinished
 
@@ -125,7 +144,7 @@ class Group:
         Raises ``InvalidRequest``, ``Overloaded``, ``Conflict`` or ``Unavailable``, and then changes nothing.
         """
         scheduler = self._scheduler
-        if scheduler is None or self.target.is_given_up:
+        if scheduler is None or self.target.is_given_up or not self.is_owned:
             raise Unavailable(self._why_unavailable())
         self._archive.check_free(request.request_id)
         request = replace(request, generation=next(self._generations))
@@ -168,6 +187,10 @@ class Group:
                 self._archive.fail(request_id, error, now)
         self._send_to_drafts()
         self._wake.set()
+
+    def _disowned(self, reason: str) -> None:
+        """What runs here is not known to the new owner."""
+        self.fail_all(Unavailable(f"{reason}; send the request again"))
 
     def wake(self) -> None:
         """Look again whether there is something to do."""
@@ -265,7 +288,13 @@ class Group:
     def _begin(self, epoch: int, info: GroupInfo) -> Scheduler:
         """The scheduler for a target that was just attached; running requests start over on it."""
         if self._scheduler is None:
-            self._scheduler = Scheduler(info, self._scheduler_settings, epoch=epoch, make_cutter=self._make_cutter)
+            self._scheduler = Scheduler(
+                info,
+                self._scheduler_settings,
+                epoch=epoch,
+                make_cutter=self._make_cutter,
+                make_trace=self._make_trace,
+            )
         else:
             self._deliver(self._scheduler.reset(epoch, info))
         if self._drafts is None and self._tasks is not None:

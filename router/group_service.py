@@ -1,28 +1,40 @@
-"""Submit, watch and abort: what a frontend asks of the owner of a group, in the same process or over gRPC."""
+"""What frontends ask of the owner of a group, and the service by which those in other processes ask it."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import grpc
 
-from outrider.core.errors import InvalidRequest
-from outrider.core.errors_wire import error_from_rpc, errors_as_status
+from outrider.core.errors import ConfigError, InvalidRequest
+from outrider.core.errors_wire import errors_as_status
 from outrider.core.plan import GroupInfo
-from outrider.core.wire import logprobs_from_wire, logprobs_to_wire
+from outrider.core.wire import group_info_to_wire, logprobs_to_wire
 from outrider.router.grammar_door import GrammarDoor
+from outrider.router.remote_group import PING_MS
 from outrider.router.requests import NewRequest
 from outrider.router.streams import CHANNEL_OPTIONS
-from outrider.router.submission import submit_from_wire, submit_to_wire
+from outrider.router.submission import submit_from_wire
 from outrider.router.tokenizer import TextTokenizer
 from outrider.router.transcript import Update
 from outrider.v1 import common_pb2, group_pb2, group_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+UNWATCHED_S = 5.0  # how long a request goes on that nobody watches: its frontend died, or reconnects
+LOOK_S = 0.05  # how often followers look whether something changed
+# What a frontend that pings as often as it does must be allowed.
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", PING_MS // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_MS // 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+)
 
 
 class GroupOwner(Protocol):
@@ -40,13 +52,54 @@ class GroupOwner(Protocol):
     async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool: ...
 
 
-class GroupServicer(group_pb2_grpc.GroupServiceServicer):
-    """Offers a group to frontends in other processes."""
+class LocalGroup(GroupOwner, Protocol):
+    """The group of this process, which it owns or not."""
 
-    def __init__(self, owner: GroupOwner, tokenizer: TextTokenizer, grammars: GrammarDoor) -> None:
-        self._owner = owner
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def is_owned(self) -> bool: ...
+
+    @property
+    def token(self) -> int | None: ...
+
+
+class GroupServicer(group_pb2_grpc.GroupServiceServicer):
+    """Offers a group to frontends in other processes.
+
+    Attributes:
+        draining: while set, new requests are not taken in and running ones go on.
+    """
+
+    def __init__(
+        self,
+        group: LocalGroup,
+        tokenizer: TextTokenizer,
+        grammars: GrammarDoor,
+        describe: Callable[[], group_pb2.DescribeResponse],
+        *,
+        unwatched_s: float = UNWATCHED_S,
+    ) -> None:
+        self.draining = False
+        self._group = group
         self._tokenizer = tokenizer
         self._grammars = grammars
+        self._describe = describe
+        self._unwatched_s = unwatched_s
+        self._watchers: dict[tuple[str, int], int] = {}
+        self._aborting: set[asyncio.Task[bool]] = set()
+
+    async def Follow(  # noqa: N802
+        self, request: group_pb2.FollowRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[group_pb2.FollowResponse]:
+        told: group_pb2.FollowResponse | None = None
+        while True:
+            now = self._facts()
+            if now != told:
+                told = now
+                yield now
+            await asyncio.sleep(LOOK_S)
 
     async def Submit(  # noqa: N802
         self, request: group_pb2.SubmitRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -58,100 +111,103 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
             grammar = submitted.sampling.grammar
             if grammar is not None:
                 await self._grammars.run(lambda: self._grammars.check(grammar))
-            start = await self._owner.submit(submitted)
+            if self.draining or not self._group.is_owned or self._group.info is None:
+                return group_pb2.SubmitResponse(not_here=True)
+            start = await self._group.submit(submitted)
+            self._expect_watchers(request.request_id, start.generation)
             return group_pb2.SubmitResponse(
                 header=common_pb2.Header(epoch=start.epoch, generation=start.generation),
-                group_id=self._owner.info.group_id if self._owner.info is not None else "",
+                group_id=self._group.info.group_id,
             )
 
     async def Watch(  # noqa: N802
         self, request: group_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[group_pb2.WatchResponse]:
         async with errors_as_status(context, log, f"watch {request.request_id}"):
-            updates = self._owner.watch(
-                request.request_id, request.from_position, request.header.generation, request.choice
-            )
-            async for update in updates:
-                yield group_pb2.WatchResponse(
-                    header=common_pb2.Header(epoch=update.epoch, generation=update.generation),
-                    position=update.position,
-                    tokens=update.tokens,
-                    finish=update.finish,
-                    logprobs=[logprobs_to_wire(entry) for entry in update.logprobs],
-                    prompt_logprobs=[logprobs_to_wire(entry) for entry in update.prompt_logprobs],
-                )
+            generation = request.header.generation
+            updates = self._group.watch(request.request_id, request.from_position, generation, request.choice)
+            key = request.request_id, generation
+            self._watchers[key] = self._watchers.get(key, 0) + 1
+            try:
+                async for update in updates:
+                    yield group_pb2.WatchResponse(
+                        header=common_pb2.Header(epoch=update.epoch, generation=update.generation),
+                        position=update.position,
+                        tokens=update.tokens,
+                        finish=update.finish,
+                        logprobs=[logprobs_to_wire(entry) for entry in update.logprobs],
+                        prompt_logprobs=[logprobs_to_wire(entry) for entry in update.prompt_logprobs],
+                    )
+            finally:
+                self._watchers[key] -= 1
+                if not self._watchers[key]:
+                    del self._watchers[key]
+                    self._expect_watchers(*key)
 
     async def Abort(  # noqa: N802
         self, request: group_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> group_pb2.AbortResponse:
         async with errors_as_status(context, log, f"abort {request.request_id}"):
-            found = await self._owner.abort(request.request_id, request.reason, request.header.generation)
+            found = await self._group.abort(request.request_id, request.reason, request.header.generation)
             return group_pb2.AbortResponse(header=request.header, found=found)
 
+    async def Describe(  # noqa: N802
+        self, request: group_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> group_pb2.DescribeResponse:
+        async with errors_as_status(context, log, "describe"):
+            return self._describe()
 
-class RemoteGroup:
-    """A group whose owner is another process. Close it with ``aclose``.
+    def _facts(self) -> group_pb2.FollowResponse:
+        if not self._group.is_owned:
+            return group_pb2.FollowResponse(state="waiting for the router that owns the group")
+        info = self._group.info
+        attached = group_info_to_wire(info) if info is not None else None
+        return group_pb2.FollowResponse(state=self._group.state, group=attached, draining=self.draining)
 
-    ``info`` stays None: the owner checks what only it knows.
-    """
+    def _expect_watchers(self, request_id: str, generation: int) -> None:
+        """Abort a request of a frontend that is gone, unless somebody watches it soon."""
+        if generation:  # of 0, the newest, it is not known whose it is
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._unwatched_s, self._abort_if_unwatched, request_id, generation)
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        self.address = address
-        self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub: Any = group_pb2_grpc.GroupServiceStub(self._channel)
+    def _abort_if_unwatched(self, request_id: str, generation: int) -> None:
+        if (request_id, generation) not in self._watchers:
+            abort = self._group.abort(request_id, "its frontend is gone", generation)
+            task = asyncio.ensure_future(abort)
+            self._aborting.add(task)
+            task.add_done_callback(self._aborted)
 
-    @property
-    def info(self) -> GroupInfo | None:
-        return None
+    def _aborted(self, task: asyncio.Task[bool]) -> None:
+        self._aborting.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("aborting a request of a frontend that is gone failed", exc_info=task.exception())
 
-    async def submit(self, request: NewRequest) -> Update:
-        """As ``Group.submit``; raises ``Unavailable`` if the owner does not answer in time."""
+
+class GroupPort:
+    """The port of ``GroupService``, which nothing else is offered on. Plain, like the ports of ranks and drafts."""
+
+    def __init__(self, host: str, port: int, servicer: GroupServicer) -> None:
+        self._host = host
+        self._port = port
+        self._servicer = servicer
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> int:
+        """Listen; returns the port. Raises ``ConfigError`` where it is taken."""
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        group_pb2_grpc.add_GroupServiceServicer_to_server(self._servicer, self._server)
         try:
-            response = await self._stub.Submit(submit_to_wire(request, time.monotonic()), timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
-        return Update(response.header.epoch, response.header.generation, len(request.prompt_tokens), ())
-
-    async def watch(
-        self, request_id: str, from_position: int, generation: int = 0, choice: int = 0
-    ) -> AsyncIterator[Update]:
-        """As ``Group.watch``; a broken stream raises ``Unavailable``: watch again from the position reached."""
-        call = self._stub.Watch(
-            group_pb2.WatchRequest(
-                header=common_pb2.Header(generation=generation),
-                request_id=request_id,
-                from_position=from_position,
-                choice=choice,
+            bound = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as error:
+            bound = 0
+            log.debug("%s", error)
+        if bound == 0:
+            raise ConfigError(
+                f"router.group_port: {self._host}:{self._port} is taken; choose another port, or 0 for a free one"
             )
-        )
-        try:
-            async for response in call:
-                yield Update(
-                    epoch=response.header.epoch,
-                    generation=response.header.generation,
-                    position=response.position,
-                    tokens=tuple(response.tokens),
-                    finish=response.finish if response.HasField("finish") else None,
-                    logprobs=tuple(logprobs_from_wire(entry) for entry in response.logprobs),
-                    prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in response.prompt_logprobs),
-                )
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
-        finally:
-            call.cancel()
+        await self._server.start()
+        return bound
 
-    async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool:
-        """As ``Group.abort``."""
-        request = group_pb2.AbortRequest(
-            header=common_pb2.Header(generation=generation), request_id=request_id, reason=reason
-        )
-        try:
-            response = await self._stub.Abort(request, timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
-        return bool(response.found)
-
-    async def aclose(self) -> None:
-        with contextlib.suppress(grpc.RpcError):
-            await self._channel.close(None)
+    async def stop(self, grace_s: float) -> None:
+        if self._server is not None:
+            await self._server.stop(grace_s)

@@ -16,8 +16,12 @@ log = logging.getLogger(__name__)
 class GroupLease:
     """One group's lease for one owner: ``acquire``, then ``keep`` as a task, then ``release``."""
 
-    def __init__(self, registry: Registry, group_id: str, owner: str) -> None:
+    def __init__(
+        self, registry: Registry, group_id: str, owner: str, *, may_claim: Callable[[], bool] = lambda: True
+    ) -> None:
+        """``may_claim``: while it says no, ``acquire`` leaves the lease to others."""
         self.group_id = group_id
+        self._may_claim = may_claim
         self._registry = registry
         self._owner = owner
         self._token: int | None = None
@@ -31,12 +35,13 @@ class GroupLease:
         waiting = False
         while True:
             try:
-                self._token = await self._registry.claim_group(self.group_id, self._owner)
+                if self._may_claim():
+                    self._token = await self._registry.claim_group(self.group_id, self._owner)
                 if self._token is not None:
                     log.info("owner of group %s with token %d", self.group_id, self._token)
                     return
                 if not waiting:
-                    log.warning("group %s is owned by another router; waiting for its lease to end", self.group_id)
+                    log.info("group %s is owned by another router; waiting for its lease to end", self.group_id)
                 waiting = True
             except Unavailable as error:
                 log.warning("%s", error)
@@ -63,9 +68,22 @@ class GroupLease:
                 lost(f"another router owns group {self.group_id} now")
                 await self.acquire()
 
+    async def confirm(self) -> bool:
+        """Whether the group is ours still; where Redis does not answer, nobody else can have claimed it."""
+        token = self._token
+        try:
+            return token is not None and await self._registry.renew_group(self.group_id, self._owner, token)
+        except Unavailable as error:
+            log.debug("%s", error)
+            return True
+
     @property
     def is_held(self) -> bool:
         return self._token is not None
+
+    @property
+    def token(self) -> int | None:
+        return self._token
 
     async def release(self) -> None:
         """Give the group up, if it is ours. Does not raise."""

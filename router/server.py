@@ -19,16 +19,20 @@ from outrider.cluster.config import ClusterConfig
 from outrider.cluster.registry import Registry
 from outrider.core.errors import ConfigError, Unavailable
 from outrider.core.sampling import Verifier
+from outrider.core.tracing import Tracing
 from outrider.metrics.declared import text
-from outrider.router.admin import AdminServicer
+from outrider.router.access import AccessInterceptor, AccessLog
+from outrider.router.admin import AdminServicer, describe
 from outrider.router.certificates import Certificates
 from outrider.router.frontend import Frontend
 from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group import Group, GroupSettings
-from outrider.router.group_service import GroupServicer
+from outrider.router.group_route import GroupRoute
+from outrider.router.group_service import GroupPort, GroupServicer
 from outrider.router.keys import ApiKeys, KeyInterceptor
 from outrider.router.live_settings import LiveSettings, SettingsFollower
 from outrider.router.metrics import router_registry
+from outrider.router.reachable import reachable_host
 from outrider.router.sampling_params import Defaults
 from outrider.router.settings import SchedulerSettings, scheduler_settings
 from outrider.router.streams import CHANNEL_OPTIONS
@@ -38,8 +42,6 @@ from outrider.v1 import (
     admin_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
-    group_pb2,
-    group_pb2_grpc,
 )
 
 if TYPE_CHECKING:
@@ -50,12 +52,13 @@ log = logging.getLogger(__name__)
 
 SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
-    group_pb2.DESCRIPTOR.services_by_name["GroupService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
 
 # A name in the health service that is SERVING as long as the router answers, whether or not it takes requests.
 LIVENESS = "liveness"
+LAST_WORDS_S = 3.0  # for clients to hear that requests end that were not finished in time
+SHUTTING_DOWN = "the router is shutting down; send the request again"
 
 
 class RouterServer:
@@ -65,7 +68,9 @@ class RouterServer:
         address: where it listens, once started.
         http_url: where the OpenAI-compatible API is, once started; empty where it is off.
         metrics_url: where Prometheus reads, once started; empty where that port is off.
-        group: the group that it owns.
+        group_address: where other routers reach its group, once started.
+        group: the group that it owns, or will own when nobody else does.
+        route: to whoever owns it.
     """
 
     def __init__(
@@ -75,10 +80,12 @@ class RouterServer:
         *,
         router_id: str,
         settings: GroupSettings | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """Raises ``ConfigError`` if the model's tokenizer, the certificate or the file of keys cannot be used."""
         self.address = ""
         self.http_url = ""
+        self.group_address = ""
         self.metrics_url = ""
         self._config = config
         self._router_id = router_id
@@ -93,13 +100,18 @@ class RouterServer:
             self._scheduler_settings(initial),
             self._settings,
             scheduler_id=router_id,
+            tracing=tracing,
         )
+        self.route = GroupRoute(self.group, self._registry, router_id=router_id, poll_s=self._settings.poll_s)
+        self._group_servicer = GroupServicer(self.group, self._tokenizer, self._grammars, lambda: describe(self.group))
+        self._group_port = GroupPort(config.router.host, config.router.group_port, self._group_servicer)
         self._frontend = Frontend(
-            self.group,
+            self.route,
             self._tokenizer,
             self._grammars,
             Defaults(initial.verifier),
             default_timeout_s=config.router.default_timeout_s,
+            tracing=tracing,
         )
         self._live = SettingsFollower(self._registry, initial, self._apply, poll_s=1.0)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -124,11 +136,9 @@ class RouterServer:
     async def start(self) -> None:
         """Listen and begin to look for the target. Raises ``Unavailable`` (Redis) or ``ConfigError`` (port taken)."""
         await self._registry.check()
-        interceptors = (KeyInterceptor(self._keys),) if self._keys is not None else ()
+        interceptors = (AccessInterceptor(), *((KeyInterceptor(self._keys),) if self._keys is not None else ()))
         self._server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._frontend, self._server)
-        group = GroupServicer(self.group, self._tokenizer, self._grammars)
-        group_pb2_grpc.add_GroupServiceServicer_to_server(group, self._server)
         if self._http is not None:
             self._http.listen()
             self.http_url = self._http.url
@@ -141,6 +151,7 @@ class RouterServer:
             cluster=self._config.cluster,
             router_id=self._router_id,
             http_url=self.http_url,
+            remote=lambda: self.route.remote,
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -157,10 +168,13 @@ class RouterServer:
             log.debug("%s", error)
         if bound == 0:
             raise ConfigError(f"router.port: {host}:{port} is taken; choose another port, or 0 for a free one")
+        group_port = await self._group_port.start()
+        self.group_address = f"{reachable_host(host, self._registry.url)}:{group_port}"
         await self._server.start()
         self.address = f"{host}:{bound}"
         self._tasks = [
             asyncio.create_task(self.group.run(), name="group"),
+            asyncio.create_task(self.route.run(), name="route"),
             asyncio.create_task(self._live.run(), name="live settings"),
             asyncio.create_task(self._show(), name="registration"),
         ]
@@ -180,11 +194,19 @@ class RouterServer:
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, let running ones finish for ``grace_s``, then end."""
-        self._frontend.draining = True
+        self._frontend.draining = self._group_servicer.draining = True
+        self.group.target.resign()
+        if self._http is not None:
+            self._http.drain()
         await self._report_health(serving=False)
         deadline = time.monotonic() + grace_s
         while (self._frontend.num_open or self.group.num_unfinished) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # two counters of two objects; ends by itself
+        self.group.fail_all(Unavailable(SHUTTING_DOWN))
+        self.route.end(Unavailable(SHUTTING_DOWN))
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self._frontend.num_open and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         if self._http is not None:
             await self._http.stop()
         if self._listener is not None:
@@ -192,6 +214,8 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.route.aclose()
+        await self._group_port.stop(1.0)
         if self._server is not None:
             await self._server.stop(1.0)
         with contextlib.suppress(Unavailable):
@@ -208,14 +232,15 @@ class RouterServer:
             frontend=self._frontend,
             tokenizer=self._tokenizer,
             names=router.served_model_name or (Path(self._config.target.model).name,),
-            max_model_len=lambda: self.group.info.max_model_len if self.group.info is not None else None,
+            max_model_len=lambda: self.route.info.max_model_len if self.route.info is not None else None,
             state=self._state,
+            is_alive=lambda: self.route.state == "ready",
             tool_call_parser=router.tool_call_parser,
             with_metrics=router.per_request_spec_decode_metrics != "none",
             metrics=lambda: text(self._metrics),
             keys=self._keys,
         )
-        return HttpDoor(router, make_app(served), self._certificates)
+        return HttpDoor(router, AccessLog(make_app(served)), self._certificates)
 
     def _metrics_listener(self) -> MetricsListener | None:
         from outrider.metrics.listener import MetricsListener
@@ -232,7 +257,7 @@ class RouterServer:
         """ "ready", or why requests would not be answered."""
         if self._frontend.draining:
             return "draining"
-        return "ready" if self.group.is_attached else self.group.target.state
+        return self.route.state
 
     def _apply(self, live: LiveSettings) -> None:
         self._frontend.defaults = Defaults(live.verifier)
@@ -243,24 +268,35 @@ class RouterServer:
 
     async def _show(self) -> None:
         """Keep health and registration as they should be: known to others once it serves, and as long as it lives."""
-        registered = False
+        announced: dict[str, object] = {}
+        due = 0.0
+        was_serving: bool | None = None
         while True:
             serving = self._state() == "ready"
-            await self._report_health(serving=serving)
-            registered = registered or serving
-            if registered:
-                record = {
-                    "router_id": self._router_id,
-                    "address": self.address,
-                    "http_url": self.http_url,
-                    "pid": os.getpid(),
-                    "metrics_url": self.metrics_url,
-                }
+            if serving != was_serving:
+                await self._report_health(serving=serving)
+                was_serving = serving
+            now = time.monotonic()
+            record = self._record()
+            if (announced or serving) and (now >= due or record != announced):
+                announced, due = record, now + self._registry.ttl_s / 4
                 try:
                     await self._registry.announce("router", self._router_id, record)
                 except Unavailable as error:
                     log.debug("%s", error)
-            await asyncio.sleep(self._registry.ttl_s / 4 if registered else self._settings.poll_s / 5)
+            await asyncio.sleep(self._settings.poll_s / 5)
+
+    def _record(self) -> dict[str, object]:
+        return {
+            "router_id": self._router_id,
+            "address": self.address,
+            "http_url": self.http_url,
+            "pid": os.getpid(),
+            "metrics_url": self.metrics_url,
+            "group_address": self.group_address,
+            "group_id": self.group.target.group_id,
+            "group_token": self.group.token or 0,  # of the routers that name one, the largest owns the group
+        }
 
     async def _report_health(self, *, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

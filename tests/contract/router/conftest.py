@@ -20,7 +20,7 @@ from outrider.cluster.registry import Registry
 from outrider.router.frontend import Frontend
 from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group import GroupSettings
-from outrider.router.group_service import RemoteGroup
+from outrider.router.group_route import GroupRoute
 from outrider.router.sampling_params import Defaults
 from outrider.router.server import RouterServer
 from outrider.router.tokenizer import TextTokenizer
@@ -103,12 +103,16 @@ class World:
 
     async def remote_frontend(self, server: RouterServer) -> AsyncClient:
         """A client of a frontend that reaches the router's group as one in another process does."""
-        owner, tokenizer = RemoteGroup(server.address), TextTokenizer(self.folder)
-        self.stack.push_async_callback(owner.aclose)
+        tokenizer = TextTokenizer(self.folder)
+        route = GroupRoute(None, self.registry, router_id="frontend", poll_s=TIMES.poll_s)
+        following = asyncio.create_task(route.run())
+        self.stack.push_async_callback(route.aclose)
+        self.stack.callback(following.cancel)
+        await until(lambda: route.state == "ready", "the frontend finds the owner of the group")
         grammars = GrammarDoor(self.folder, tokenizer)
         self.stack.callback(grammars.close)
         listener = grpc.aio.server()
-        frontend = Frontend(owner, tokenizer, grammars, Defaults(), default_timeout_s=20.0)
+        frontend = Frontend(route, tokenizer, grammars, Defaults(), default_timeout_s=20.0)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(frontend, listener)
         address = f"127.0.0.1:{listener.add_insecure_port('127.0.0.1:0')}"
         await listener.start()

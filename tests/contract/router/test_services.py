@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.client import AsyncClient, Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from outrider.core.errors_wire import DETAILS_KEY
 from outrider.core.sampling import Sampling, Verifier
-from outrider.router.group_service import RemoteGroup
+from outrider.router.remote_group import RemoteGroup
 from outrider.router.requests import NewRequest
 from outrider.router.submission import submit_to_wire
 from outrider.testing import ToyModel
@@ -157,7 +157,7 @@ async def test_the_queue_is_bounded(world: Any) -> None:
 async def test_submit_watch_and_abort_from_another_process(world: Any) -> None:
     target = await world.target(step_s=0.005)
     server = await world.router()
-    remote = RemoteGroup(server.address)
+    remote = RemoteGroup(server.group_address)
     try:
         start = await remote.submit(new_request("one", max_tokens=30))
         assert (start.position, start.epoch) == (len(PROMPT), 1)
@@ -233,7 +233,7 @@ async def test_every_bad_submit_is_refused_by_the_name_of_its_field(world: Any) 
     """The owner of a group trusts no frontend: such values would break steps of others, or fill its memory."""
     await world.target()
     server = await world.router()
-    remote = RemoteGroup(server.address)
+    remote = RemoteGroup(server.group_address)
     try:
         for change, field in BAD_SUBMITS:
             request = submit_to_wire(new_request("bad", eos_token_ids=frozenset([256])), 0.0)
@@ -361,7 +361,8 @@ async def test_health_and_reflection(world: Any) -> None:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         async for answer in reflection.ServerReflectionInfo(requests):
             names = {service.name for service in answer.list_services_response.service}
-    assert {f"outrider.v1.{name}" for name in ("GenerationService", "GroupService", "AdminService")} <= names
+    assert {f"outrider.v1.{name}" for name in ("GenerationService", "AdminService")} <= names
+    assert "outrider.v1.GroupService" not in names  # it is not for clients
 
 
 # The process.

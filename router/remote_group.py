@@ -1,0 +1,175 @@
+"""A group whose owner is another router, over one channel that every request shares."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from outrider.core.errors import OutriderError, Unavailable
+from outrider.core.errors_wire import DETAILS_KEY, error_from_rpc
+from outrider.core.plan import GroupInfo
+from outrider.core.wire import group_info_from_wire, logprobs_from_wire
+from outrider.router.requests import NewRequest
+from outrider.router.streams import CHANNEL_OPTIONS
+from outrider.router.submission import submit_to_wire
+from outrider.router.transcript import Update
+from outrider.v1 import common_pb2, group_pb2, group_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+# A peer whose host is gone sends nothing, not even an end: it is asked whether it lives.
+PING_MS, PING_TIMEOUT_MS = 5000, 5000
+KEEPALIVE_OPTIONS = (
+    ("grpc.keepalive_time_ms", PING_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+ABORT_TIMEOUT_S = 2.0  # whom nobody hears aborts by itself
+
+
+class NotHere(Unavailable):
+    """The request was not taken in, for this router does not own the group, or is gone: ask the owner, or the next."""
+
+
+class RemoteGroup:
+    """``Group`` as far as a frontend needs it. ``follow`` it as a task; close it with ``aclose``.
+
+    Attributes:
+        address: of the owner's group service.
+        state: "ready", or why requests would not be answered, as the owner said last.
+        info: what the group is, as the owner said last.
+        is_heard: whether the router is being followed at this moment.
+        is_owner: whether it says that it owns the group, and had a target.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
+        """``timeout_s``: for the owner to take a request in; it may have to wait for others' grammars to compile."""
+        self.address = address
+        self.state = "waiting for the router that owns the group"
+        self.info: GroupInfo | None = None
+        self.is_heard = self.is_owner = False
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(address, options=(*CHANNEL_OPTIONS, *KEEPALIVE_OPTIONS))
+        self._stub: Any = group_pb2_grpc.GroupServiceStub(self._channel)
+        self._watches: set[Any] = set()
+        self._ended: OutriderError | None = None
+
+    async def follow(self, retry_s: float = 0.1) -> None:
+        """Keep ``state`` and ``info`` as they are at the owner, until cancelled."""
+        while True:
+            call = self._stub.Follow(group_pb2.FollowRequest())
+            try:
+                async for response in call:
+                    self.is_heard = True
+                    self.state = response.state
+                    self.is_owner = response.HasField("group")
+                    if self.is_owner:
+                        self.info = group_info_from_wire(response.group)
+                reason = "it has ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name} {error.details() or ''}".strip()
+            finally:
+                call.cancel()
+            if self.is_heard:
+                log.warning("lost the router at %s, which owns the group: %s", self.address, reason)
+            self.is_heard = self.is_owner = False
+            self.state = f"lost: no answer from the router at {self.address}, which owns the group"
+            await asyncio.sleep(retry_s)
+
+    async def submit(self, request: NewRequest) -> Update:
+        """As ``Group.submit``; raises ``NotHere`` where another router may take the request in."""
+        now = time.monotonic()
+        timeout_s = self._timeout_s if request.deadline is None else min(self._timeout_s, request.deadline - now + 1)
+        try:
+            response = await self._stub.Submit(submit_to_wire(request, now), timeout=max(0.1, timeout_s))
+        except grpc.aio.AioRpcError as error:
+            raise self._meant(error, NotHere) from error
+        if response.not_here:
+            raise NotHere(f"the router at {self.address} does not own the group any more")
+        return Update(response.header.epoch, response.header.generation, len(request.prompt_tokens), ())
+
+    async def watch(
+        self, request_id: str, from_position: int, generation: int = 0, choice: int = 0
+    ) -> AsyncIterator[Update]:
+        """As ``Group.watch``; raises ``Unavailable`` if the owner is gone, and with it the request."""
+        request = group_pb2.WatchRequest(
+            header=common_pb2.Header(generation=generation),
+            request_id=request_id,
+            from_position=from_position,
+            choice=choice,
+        )
+        if self._ended is not None:
+            raise self._ended
+        call = self._stub.Watch(request)
+        self._watches.add(call)
+        try:
+            async for response in call:
+                yield _update(response)
+        except grpc.aio.AioRpcError as error:
+            raise self._meant(error, Unavailable) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._ended is None or (task is not None and task.cancelling()):
+                raise  # whoever waits here was cancelled, not the call
+            raise self._ended from None
+        finally:
+            self._watches.discard(call)
+            call.cancel()
+
+    async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool:
+        """As ``Group.abort``."""
+        header = common_pb2.Header(generation=generation)
+        request = group_pb2.AbortRequest(header=header, request_id=request_id, reason=reason)
+        try:
+            return bool((await self._stub.Abort(request, timeout=ABORT_TIMEOUT_S)).found)
+        except grpc.aio.AioRpcError as error:
+            raise self._meant(error, Unavailable) from error
+
+    async def describe(self, timeout_s: float = 5.0) -> group_pb2.DescribeResponse:
+        """What an operator reads of the group. Raises ``Unavailable``."""
+        try:
+            response: group_pb2.DescribeResponse = await self._stub.Describe(
+                group_pb2.DescribeRequest(), timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._meant(error, Unavailable) from error
+        return response
+
+    def end(self, error: OutriderError) -> None:
+        """Make every watch raise ``error``, now and from now on; the first one stays."""
+        self._ended = self._ended or error
+        for call in list(self._watches):
+            call.cancel()
+
+    async def aclose(self) -> None:
+        """End every watch, and the channel."""
+        self.end(Unavailable(f"the router at {self.address} does not own the group any more; send the request again"))
+        with contextlib.suppress(grpc.RpcError):
+            await self._channel.close(None)
+
+    def _meant(self, error: grpc.aio.AioRpcError, broken: type[Unavailable]) -> OutriderError:
+        """What the owner said, or ``broken`` where it said nothing."""
+        if DETAILS_KEY in dict(error.trailing_metadata() or ()):
+            return error_from_rpc(error)
+        if self._ended is not None:
+            return self._ended
+        reason = f"{error.code().name} {error.details() or ''}".strip()
+        return broken(f"the router at {self.address}, which runs the group, is gone ({reason}); send the request again")
+
+
+def _update(response: group_pb2.WatchResponse) -> Update:
+    return Update(
+        epoch=response.header.epoch,
+        generation=response.header.generation,
+        position=response.position,
+        tokens=tuple(response.tokens),
+        finish=response.finish if response.HasField("finish") else None,
+        logprobs=tuple(logprobs_from_wire(entry) for entry in response.logprobs),
+        prompt_logprobs=tuple(logprobs_from_wire(entry) for entry in response.prompt_logprobs),
+    )
