@@ -92,7 +92,7 @@ class TextTokenizer:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest("chat", _roles(messages), f"what the chat template takes: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest("chat", _roles(messages), f"what the chat template takes ({error!r})") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:

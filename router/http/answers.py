@@ -56,6 +56,7 @@ class AnswerSettings:
         with_logprobs: whether log-probabilities are asked for.
         with_prompt_logprobs: whether those of the prompt are to have a field of their own.
         with_metrics: whether to tell what speculation did.
+        with_usage: whether the last chunk of a stream tells usage; the others have the field too, with null.
     """
 
     id: str
@@ -65,6 +66,7 @@ class AnswerSettings:
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
     with_metrics: bool = False
+    with_usage: bool = False
 
 
 class Answer:
@@ -115,11 +117,15 @@ class Answer:
 
     def chunk(self, delta: Delta, *, with_usage: bool = False) -> Json:
         """One chunk of a stream."""
-        chunk = self._head(self.chunk_name)
+        chunk = self.empty_chunk()
         chunk["choices"] = [self.part_of_choice(delta)]
         if with_usage:
             chunk["usage"] = self.usage()
         return chunk
+
+    def empty_chunk(self) -> Json:
+        chunk = self._head(self.chunk_name)
+        return {**chunk, "usage": None} if self.settings.with_usage else chunk
 
     def first_chunks(self) -> Iterator[Json]:
         """Chunks before there is any text."""
@@ -271,7 +277,7 @@ class ChatAnswer(Answer):
 
     def first_chunks(self) -> Iterator[Json]:
         for index in range(len(self._choices)):
-            chunk = self._head(self.chunk_name)
+            chunk = self.empty_chunk()
             delta = {"role": "assistant", "content": ""}
             chunk["choices"] = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
             yield chunk

@@ -16,25 +16,27 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider import __version__
-from outrider.core.errors import OutriderError
+from outrider.core.errors import InvalidRequest, OutriderError
 from outrider.metrics.declared import CONTENT_TYPE
 from outrider.router.frontend import LONG_TEXT, Frontend
 from outrider.router.http.answers import AnswerSettings, ChatAnswer, CompletionAnswer
-from outrider.router.http.errors import HttpError, http_error, shape_error
+from outrider.router.http.errors import HttpError, fault_in_the_server, http_error, shape_error
 from outrider.router.http.exchange import Exchange, error_response
 from outrider.router.http.fields import ChatRequest, CommonRequest, CompletionRequest, StreamOptions
 from outrider.router.http.tools import tool_parser, wanted_functions
 from outrider.router.http.translate import translate_chat, translate_completion
 from outrider.router.keys import ApiKeys
-from outrider.router.limits import check_request_id
 from outrider.router.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
+
+MAX_ID_LENGTH = 100  # of a client's own id: with what is put before and behind it, it is one of the frontend's
+HEADER_LENGTH = 64  # what of an id in a header is seen in the log
 
 AnyRequest = TypeVar("AnyRequest", bound=CommonRequest)
 
@@ -47,6 +49,7 @@ class Served:
         names: of the model; answers carry the first.
         max_model_len: positions of the longest sequence, once known.
         state: "ready", or why not.
+        is_alive: whether the engine answers, drain or no drain.
         tool_call_parser: as in the settings.
         with_metrics: whether answers tell what speculation did, where the request says nothing.
         keys: None lets everybody in.
@@ -58,10 +61,26 @@ class Served:
     names: tuple[str, ...]
     max_model_len: Callable[[], int | None]
     state: Callable[[], str]
+    is_alive: Callable[[], bool]
     tool_call_parser: str = "hermes"
     with_metrics: bool = True
     keys: ApiKeys | None = None
     metrics: Callable[[], str] | None = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of one request.
+
+    Attributes:
+        answer: the answer's id.
+        request: the id that the frontend gets, which no other request has.
+        headers: of the answer.
+    """
+
+    answer: str
+    request: str
+    headers: dict[str, str]
 
 
 def make_app(served: Served) -> ASGIApp:
@@ -78,14 +97,44 @@ def make_app(served: Served) -> ASGIApp:
         ("GET", "/load"): routes.load,
         ("GET", "/metrics"): routes.metrics,
     }
-    app = Starlette(
+    app: ASGIApp = Starlette(
         routes=[
             *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in table.items()),
             Route("/ping", routes.health, methods=["GET", "POST"]),
         ],
         exception_handlers={HttpError: _own_error, HTTPException: _no_such_route},
     )
-    return KeyCheck(app, served.keys) if served.keys is not None else app
+    if served.keys is not None:
+        app = KeyCheck(app, served.keys)
+    return LastResort(app, served.frontend)
+
+
+class LastResort:
+    """No fault leaves a client without an answer in OpenAI's shape, and while the router drains every connection ends
+    with its answer: the next request of that client is to find another router.
+    """
+
+    def __init__(self, app: ASGIApp, frontend: Frontend) -> None:
+        self._app = app
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            if message["type"] == "http.response.start" and self._frontend.draining:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if scope["type"] != "http" or begun:
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            await error_response(fault_in_the_server(error))(scope, receive, noted)
 
 
 class KeyCheck:
@@ -100,7 +149,7 @@ class KeyCheck:
             given = dict(scope["headers"]).get(b"authorization", b"").decode("utf-8", "surrogateescape")
             if not self._keys.admit(given):
                 message = "the request needs a valid key in the header 'Authorization: Bearer KEY'"
-                error = HttpError(401, message, "authentication_error", code="invalid_api_key")
+                error = HttpError(401, message, code="invalid_api_key")
                 await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -116,37 +165,27 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         asked, size = await _read(request, ChatRequest)
         model, served = self._model(asked), self._served
-        names = {"prompt": "messages", "chat": "messages"}
 
         def translated() -> Any:
-            with _refusals(names):
+            with _refusals({"prompt": "messages", "chat": "messages"}):
                 return translate_chat(asked, served.tokenizer), wanted_functions(asked)
 
         messages, functions = await asyncio.to_thread(translated) if size > LONG_TEXT else translated()
-        settings = self._settings(asked, model, _answer_id(request, asked, "chatcmpl"), bool(asked.logprobs))
+        names = _names(request, asked, "chatcmpl")
+        settings = self._settings(asked, model, names.answer, bool(asked.logprobs))
         parsers = [tool_parser(asked, functions, served.tool_call_parser) for _ in range(settings.num_choices)]
         answer = ChatAnswer(settings, parsers)
-        return Exchange(
-            served.frontend, messages, answer, stream=_stream(asked), headers=_headers(settings.id, "chatcmpl-")
-        )
+        return Exchange(served.frontend, messages, answer, names.request, _stream(asked), names.headers)
 
     async def completions(self, request: Request) -> Response:
         asked, _ = await _read(request, CompletionRequest)
         model = self._model(asked)
         with _refusals({}):
             translated = translate_completion(asked)
-        settings = self._settings(
-            asked,
-            model,
-            _answer_id(request, asked, "cmpl"),
-            asked.logprobs is not None,
-            num_prompts=len(translated.requests),
-        )
+        names, num_prompts = _names(request, asked, "cmpl"), len(translated.requests)
+        settings = self._settings(asked, model, names.answer, asked.logprobs is not None, num_prompts=num_prompts)
         answer = CompletionAnswer(settings)
-        stream = _stream(asked)
-        return Exchange(
-            self._served.frontend, translated, answer, stream=stream, headers=_headers(settings.id, "cmpl-")
-        )
+        return Exchange(self._served.frontend, translated, answer, names.request, _stream(asked), names.headers)
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in self._served.names]})
@@ -158,7 +197,8 @@ class Routes:
         return JSONResponse(self._card(name))
 
     async def health(self, _: Request) -> Response:
-        return Response()
+        """As in vLLM 503 where the engine is dead: no target answers. That it drains is no illness."""
+        return Response(status_code=200 if self._served.is_alive() else 503)
 
     async def ready(self, _: Request) -> Response:
         state = self._served.state()
@@ -216,6 +256,7 @@ class Routes:
             with_logprobs=with_logprobs,
             with_prompt_logprobs=asked.prompt_logprobs is not None,
             with_metrics=self._served.with_metrics if wish is None else wish != "none",
+            with_usage=bool(asked.stream_options is not None and asked.stream_options.include_usage),
         )
 
 
@@ -248,16 +289,22 @@ async def _read(request: Request, kind: type[AnyRequest]) -> tuple[AnyRequest, i
         raise shape_error(error, bytes(body)) from error
 
 
-def _answer_id(request: Request, asked: CommonRequest, prefix: str) -> str:
-    own = asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
-    with _refusals({}):
-        check_request_id(own)  # it goes into the log and into headers
-    return f"{prefix}-{own}"
-
-
-def _headers(answer_id: str, prefix: str) -> dict[str, str]:
-    own = answer_id.removeprefix(prefix)
-    return {"x-request-id": own} if own.isascii() else {}
+def _names(request: Request, asked: CommonRequest, prefix: str) -> Names:
+    """A client may name a request, and that name is in use once. The header is no such name: proxies set it, and send
+    the same one again when they try again.
+    """
+    header = request.headers.get("x-request-id", "")
+    if asked.request_id:
+        if len(asked.request_id) > MAX_ID_LENGTH or not asked.request_id.isprintable():
+            limit = f"at most {MAX_ID_LENGTH} printable characters long"
+            raise http_error(InvalidRequest("request_id", asked.request_id, limit), {})
+        shown = unique = f"{prefix}-{asked.request_id}"
+    elif header.isprintable() and header.isascii() and 0 < len(header) <= MAX_ID_LENGTH:
+        shown, unique = f"{prefix}-{header}", f"{prefix}-{header[:HEADER_LENGTH]}-{uuid.uuid4().hex}"
+    else:
+        shown = unique = f"{prefix}-{uuid.uuid4().hex}"
+    own = shown.removeprefix(f"{prefix}-")
+    return Names(shown, unique, {"x-request-id": own} if own.isascii() else {})
 
 
 def _stream(asked: CommonRequest) -> StreamOptions | None:

@@ -16,7 +16,7 @@ from outrider.router.certificates import Certificates
 
 KEEP_ALIVE_S = 75  # longer than proxies in front keep a connection, so that it is they who end it
 BACKLOG = 2048  # connections that wait to be taken
-LAST_WORDS_S = 1.0  # for answers under way when the server stops
+LAST_WORDS_S = 3.0  # for clients to read the errors by which answers end that are under way when the server stops
 
 
 class _Server(uvicorn.Server):
@@ -70,6 +70,12 @@ class HttpDoor:
         finally:
             self._close()
             self._over.set()
+
+    def drain(self) -> None:
+        """End connections that wait for a request, and the others with the answer that is under way."""
+        if self._server is not None:
+            for connection in list(self._server.server_state.connections):
+                connection.shutdown()
 
     async def stop(self) -> None:
         """Take no more connections, and let answers under way end if they are quick. Cancel ``serve`` then."""

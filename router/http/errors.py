@@ -11,7 +11,11 @@ from pydantic import ValidationError
 
 from outrider.core import errors
 from outrider.core.errors import InvalidRequest, OutriderError
+from outrider.router.http.fields import UNSUPPORTED
 
+# What the frontend and the owner of a group call a prompt, and what they say of one that does not fit.
+PROMPT_FIELDS = ("prompt", "text", "token_ids", "token_ids.ids", "chat", "prompt_tokens")
+_TOO_LONG = ("the context holds", "shorter than the context", "what the cache holds")
 # Clients retry 429 and 5xx by themselves; x-should-retry tells OpenAI's where that cannot help.
 _NO_RETRY = {"x-should-retry": "false"}
 
@@ -47,7 +51,9 @@ def http_error(error: OutriderError, names: Mapping[str, str]) -> HttpError:
     if isinstance(error, InvalidRequest):
         param = spelt(error.field, names)
         line = str(InvalidRequest(param, error.value, error.limit))
-        return HttpError(400, " ".join(line.split()), param=param, code="invalid_value")
+        too_long = error.field in PROMPT_FIELDS and any(words in error.limit for words in _TOO_LONG)
+        code = "context_length_exceeded" if too_long else "invalid_value"
+        return HttpError(400, " ".join(line.split()), param=param, code=code)
     for kind, (status, name, code, headers) in _ANSWERS.items():
         if isinstance(error, kind):
             return HttpError(status, str(error), name, code=code, headers=headers)
@@ -71,11 +77,13 @@ def spelt(name: str, names: Mapping[str, str]) -> str:
 def shape_error(error: ValidationError, body: bytes) -> HttpError:
     """A body that is no request: the first field that is wrong, as a path such as ``messages[0].role``."""
     found = error.errors(include_url=False)
+    bad_json = next((item["msg"] for item in found if item["type"] == "json_invalid"), None)
+    if bad_json is not None:
+        return HttpError(400, f"the body is not JSON: {bad_json.removeprefix('Invalid JSON: ')}", code="invalid_json")
     try:
         value = json.loads(body)
-    except (ValueError, RecursionError):
-        reason = next((item["msg"] for item in found if item["type"] == "json_invalid"), "it cannot be read")
-        return HttpError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    except (ValueError, RecursionError):  # numbers of thousands of digits, say: the location is told without the body
+        value = None
     # Of a field of several types each is reported; the one that got furthest is meant.
     same_field = [item for item in found if item["loc"][:1] == found[0]["loc"][:1]]
     first = max(same_field, key=lambda item: len(_parts(item["loc"], value)))
@@ -85,9 +93,20 @@ def shape_error(error: ValidationError, body: bytes) -> HttpError:
         return HttpError(400, message, param=path, code="unknown_parameter")
     if first["type"] == "missing":
         return HttpError(400, f"{path} is missing", param=path, code="missing_required_parameter")
-    shown = repr(first["input"])
-    shown = shown if len(shown) <= errors.MAX_SHOWN else shown[: errors.MAX_SHOWN] + "..."
+    shown = _shown(first["input"])
+    reason = UNSUPPORTED.get(str(first["loc"][0]) if first["loc"] else "")
+    if reason is not None:
+        message = f"{path} is {shown}, which is not supported here: {reason}"
+        return HttpError(400, message, param=path, code="unsupported_parameter")
     return HttpError(400, f"{path or 'the body'} is {shown}: {first['msg']}", param=path or None, code="invalid_type")
+
+
+def _shown(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        shown = "a number too long to show"
+    return shown if len(shown) <= errors.MAX_SHOWN else shown[: errors.MAX_SHOWN] + "..."
 
 
 def _path(parts: Sequence[int | str]) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -37,7 +37,7 @@ class Exchange(Response):
         frontend: Frontend,
         translated: Translated,
         answer: Answer,
-        *,
+        request_id: str,
         stream: StreamOptions | None,
         headers: Mapping[str, str],
     ) -> None:
@@ -46,6 +46,7 @@ class Exchange(Response):
         self._frontend = frontend
         self._translated = translated
         self._answer = answer
+        self._request_id = request_id
         self._stream = stream
         self._extra = dict(headers)
         self._begun = False
@@ -57,7 +58,7 @@ class Exchange(Response):
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not work.done():
-                log.info("request %s: the client went away", self._answer.settings.id)
+                log.info("request %s: the client went away", self._request_id)
             work.cancel()
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
@@ -70,7 +71,7 @@ class Exchange(Response):
         except HttpError as error:
             await self._fail(error, scope, receive, send)
         except Exception as error:
-            log.exception("request %s failed", self._answer.settings.id)
+            log.exception("request %s failed", self._request_id)
             await self._fail(fault_in_the_server(error), scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,14 +82,25 @@ class Exchange(Response):
                         pass
                 await JSONResponse(self._answer.body(), headers=self._extra)(scope, receive, send)
                 return
-            each = bool(self._stream.include_usage and self._stream.continuous_usage_stats)
+            waiting = set(range(len(self._translated.requests)))
+            early: list[tuple[int, generation_pb2.GenerateResponse]] = []
             async for prompt, response in responses:
-                await self._begin(send)  # what is refused at the door has raised by now
-                for delta in self._answer.take(prompt, response):
-                    await _send_event(send, self._answer.chunk(delta, with_usage=each))
+                waiting.discard(prompt)  # each prompt's first response says that it was taken in
+                early.append((prompt, response))
+                if not waiting:
+                    await self._tell(early, send)
+                    early.clear()
         if self._stream.include_usage:
             await _send_event(send, self._answer.usage_chunk())
         await _send_end(send)
+
+    async def _tell(self, responses: Sequence[tuple[int, generation_pb2.GenerateResponse]], send: Send) -> None:
+        await self._begin(send)  # what is refused at the door has raised by now
+        options = self._stream
+        each = options is not None and bool(options.include_usage and options.continuous_usage_stats)
+        for prompt, response in responses:
+            for delta in self._answer.take(prompt, response):
+                await _send_event(send, self._answer.chunk(delta, with_usage=each))
 
     async def _begin(self, send: Send) -> None:
         if self._begun:
@@ -106,7 +118,7 @@ class Exchange(Response):
             await _send_event(send, chunk)
 
     async def _fail(self, error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
-        log.info("request %s: %d: %s", self._answer.settings.id, error.status, error.message)
+        log.info("request %s: %d: %s", self._request_id, error.status, error.message)
         if self._begun:
             await _send_event(send, error.body)
             await _send_end(send)
@@ -120,7 +132,7 @@ class Exchange(Response):
     async def _ask(
         self, number: int, request: generation_pb2.GenerateRequest
     ) -> AsyncGenerator[generation_pb2.GenerateResponse]:
-        own_id = self._answer.settings.id
+        own_id = self._request_id
         request.request_id = own_id if len(self._translated.requests) == 1 else f"{own_id}-{number}"
         try:
             async with contextlib.aclosing(self._frontend.generate(request, request.request_id)) as responses:

@@ -1,7 +1,8 @@
 """What requests over HTTP may hold: OpenAI's fields, and the further ones that vLLM knows, under its names.
 
 Types and shapes are checked here, values at the door of the frontend like those of every other request. A field that is
-not listed is refused; the comment ``no effect`` marks those that are taken and change nothing here.
+not listed is refused; the comment ``no effect`` marks those that are taken and change nothing here. Of features
+that are not there, fields are listed with the values that ask for nothing, and ``UNSUPPORTED`` says what to do instead.
 """
 
 from __future__ import annotations
@@ -15,6 +16,33 @@ Json = dict[str, Any]
 # A long list that is wrong throughout is told of once.
 TokenIds = Annotated[list[UInt32], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+# Top-level fields of features that are not there.
+UNSUPPORTED = {
+    "audio": "answers are text",
+    "web_search_options": "nothing is looked up on the web",
+    "functions": "send 'tools' instead",
+    "function_call": "send 'tool_choice' instead",
+    "suffix": "text is continued, not filled in",
+    "use_beam_search": "there is no beam search",
+    "length_penalty": "there is no beam search",
+    "early_stopping": "there is no beam search",
+    "priority": "requests are served in the order in which they come",
+    "truncate_prompt_tokens": "send a prompt that fits",
+    "cache_salt": "the prefix cache is one for all clients",
+    "logits_processors": "no code of clients runs here",
+    "return_token_ids": "the gRPC API tells token ids",
+    "return_tokens_as_token_ids": "the gRPC API tells token ids",
+    "echo": "it goes with /v1/completions",
+    "add_generation_prompt": "the assistant speaks next",
+    "continue_final_message": "the assistant speaks next",
+    "add_special_tokens": "the model's own rule holds",
+    "chat_template": "the model's own template holds",
+    "documents": "put them into messages",
+    "modalities": "answers are text",
+    "skip_special_tokens": "special tokens have no text",
+}
 
 
 class _Fields(BaseModel):
@@ -70,10 +98,17 @@ class ChosenTool(_Fields):
     function: _ChosenFunction
 
 
-class ContentPart(_Fields):
-    type: Literal["text", "refusal"]
-    text: str | None = None
-    refusal: str | None = None
+class TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(_Fields):
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class CalledFunction(_Fields):
@@ -94,6 +129,7 @@ class Message(_Fields):
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -141,6 +177,16 @@ class CommonRequest(_Fields):
     num_speculative_tokens: UInt32 | None = None
     verifier: Literal["greedy", "rejection", "coupled"] | None = None
     per_request_spec_decode_metrics: Literal["none", "summary"] | None = None
+    # What others have and we do not: taken where it asks for nothing.
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Literal[1] | None = None
+    early_stopping: Literal[False] | None = None
+    priority: Literal[0] | None = None
+    truncate_prompt_tokens: None = None
+    cache_salt: None = None
+    logits_processors: None = None
+    return_token_ids: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
 
 
 class CompletionRequest(CommonRequest):
@@ -150,7 +196,8 @@ class CompletionRequest(CommonRequest):
     echo: bool | None = None
     logprobs: UInt32 | None = None
     best_of: UInt32 | None = None
-    suffix: Literal[""] | None = None  # no effect
+    suffix: Literal[""] | None = None
+    add_special_tokens: Literal[True] | None = None
 
 
 class ChatRequest(CommonRequest):
@@ -166,6 +213,16 @@ class ChatRequest(CommonRequest):
     chat_template_kwargs: Json | None = None
     reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None  # no effect
+    audio: None = None
+    web_search_options: None = None
+    functions: None = None
+    function_call: None = None
+    echo: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    chat_template: None = None
+    documents: None = None
     metadata: Json | None = None  # no effect
     store: bool | None = None  # no effect
     service_tier: str | None = None  # no effect

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +9,13 @@ from typing import Any, Protocol
 
 from outrider.core.errors import InvalidRequest
 from outrider.router.http.fields import ChatRequest, ChosenTool, Function
+from outrider.router.http.tool_text import Call, read_call, skip_blanks
 
 Json = dict[str, Any]
 
-_DECODER = json.JSONDecoder()
-_DEFINITIONS = ("$defs", "definitions")
+_BETWEEN_CALLS = " \t\r\n;"
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA = frozenset({"const", "enum", "default", "examples", "example", "required", "x-guidance"})
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,10 @@ def forced_schema(request: ChatRequest, functions: dict[str, Function]) -> Json 
         return None
     shared: Json = {}
     calls = []
-    for number, (name, function) in enumerate(functions.items()):
-        arguments = _with_shared_definitions(_parameters(function), shared, f"tools[{number}].function.parameters")
+    for name, function in functions.items():
+        arguments = rebased(_parameters(function), f"#/$defs/{name}")
+        if arguments != _parameters(function):  # it refers to parts of itself: those stand where references lead
+            shared[name], arguments = arguments, {"$ref": f"#/$defs/{name}"}
         calls.append(
             {
                 "type": "object",
@@ -94,7 +97,7 @@ def forced_schema(request: ChatRequest, functions: dict[str, Function]) -> Json 
     schema: Json = {"type": "array", "items": item, "minItems": 1}
     if request.parallel_tool_calls is False:
         schema["maxItems"] = 1
-    return {**schema, **shared}
+    return {**schema, "$defs": shared} if shared else schema
 
 
 def tool_parser(request: ChatRequest, functions: dict[str, Function], style: str) -> ToolParser | None:
@@ -143,11 +146,11 @@ class CallList:
             start = self._text.find("{", self._at)
             if start < 0 or "}" not in text:
                 return
-            try:
-                value, self._at = _DECODER.raw_decode(self._text, start)
-            except ValueError:
+            found = read_call(self._text, start)
+            if found is None:
                 return
-            yield _whole_call(self._count, value)
+            call, self._at = found
+            yield _whole_call(self._count, call)
             self._count += 1
 
     def finish(self) -> Iterator[Piece]:
@@ -234,26 +237,20 @@ def call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _whole_call(index: int, call: Json) -> CallPiece:
-    arguments = call.get("arguments", call.get("parameters"))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return CallPiece(index, text, id=call_id(), name=call["name"])
+def _whole_call(index: int, call: Call) -> CallPiece:
+    return CallPiece(index, call.arguments, id=call_id(), name=call.name)
 
 
-def _calls_in(text: str, functions: dict[str, Function]) -> list[Json] | None:
+def _calls_in(text: str, functions: dict[str, Function]) -> list[Call] | None:
     """The calls that a text consists of; None where it is something else."""
-    calls: list[Json] = []
-    at = len(text) - len(text.lstrip())
+    calls: list[Call] = []
+    at = skip_blanks(text, 0)
     while at < len(text):
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-        except ValueError:
+        found = read_call(text, at)
+        if found is None or found[0].name not in functions:
             return None
-        if not isinstance(value, dict) or value.get("name") not in functions:
-            return None
-        calls.append(value)
-        rest = text[at:].lstrip(" \t\r\n;")
-        at = len(text) - len(rest)
+        calls.append(found[0])
+        at = skip_blanks(text, found[1], _BETWEEN_CALLS)
     return calls or None
 
 
@@ -268,15 +265,24 @@ def _parameters(function: Function) -> Json:
     return function.parameters
 
 
-def _with_shared_definitions(schema: Json, shared: Json, spelt: str) -> Json:
-    """The schema with its definitions moved to ``shared``, where references from within a larger schema find them."""
-    own = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
-    for key in _DEFINITIONS:
-        for name, definition in (schema.get(key) or {}).items():
-            known = shared.setdefault(key, {}).setdefault(name, definition)
-            if known != definition:
-                raise InvalidRequest(f"{spelt}.{key}.{name}", name, "the same in all tools, or of another name")
-    return own
+def rebased(schema: Any, root: str) -> Any:
+    """A schema as a part of a larger one, where ``root`` leads to it: references to itself begin there.
+
+    What is data within a schema (``const``, ``enum``, ...) stays, and so does a part that has an address of its own.
+    """
+    if isinstance(schema, list):
+        return [rebased(item, root) for item in schema]
+    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):
+        return schema
+    parts: Json = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            parts[key] = root + value[1:]
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            parts[key] = {name: rebased(part, root) for name, part in value.items()}
+        else:
+            parts[key] = value if key in _DATA else rebased(value, root)
+    return parts
 
 
 def _shown(choice: Any) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.core.errors import InvalidRequest
 from outrider.core.sampling import Verifier
-from outrider.router.http.fields import ChatRequest, CommonRequest, CompletionRequest, Message
+from outrider.router.http.errors import PROMPT_FIELDS
+from outrider.router.http.fields import ChatRequest, CommonRequest, CompletionRequest, Message, TextPart
 from outrider.router.http.tools import forced_schema, template_tools, wanted_functions
 from outrider.router.tokenizer import TextTokenizer
 from outrider.v1 import common_pb2, generation_pb2
@@ -17,8 +19,6 @@ from outrider.v1 import common_pb2, generation_pb2
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI and vLLM have it
 MAX_PROMPTS = 1024  # of one request
 
-# What the frontend and the owner of a group call a prompt.
-PROMPT_FIELDS = ("prompt", "text", "token_ids", "token_ids.ids", "chat", "prompt_tokens")
 # Fields of the same name and meaning; the second ones repeat.
 _CONTROLS = ("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 _LISTS = ("bad_words", "allowed_token_ids", "banned_token_ids")
@@ -105,13 +105,13 @@ def template_message(message: Message, spelt: str) -> dict[str, Any]:
     A developer's message is one of the system: templates rarely know the newer word, and some drop what they do not
     know. The arguments of calls are objects there, where clients send them as text.
     """
-    content = message.content
+    content = message.refusal if message.content is None and message.role == "assistant" else message.content
+    if content is None and not (message.role == "assistant" and message.tool_calls):
+        raise InvalidRequest(f"{spelt}.content", None, "a text or a list of parts of type 'text'")
     if isinstance(content, list):
-        content = "\n".join(part.text or part.refusal or "" for part in content)
+        content = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
     role = "system" if message.role == "developer" else message.role
     entry: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        raise InvalidRequest(f"{spelt}.content", None, "a text or a list of parts of type 'text'")
     if message.name is not None:
         entry["name"] = message.name
     if message.tool_call_id is not None:
@@ -120,15 +120,34 @@ def template_message(message: Message, spelt: str) -> dict[str, Any]:
         entry["tool_calls"] = []
         for index, call in enumerate(message.tool_calls):
             called = call.function
+            where = f"{spelt}.tool_calls[{index}].function.arguments"
             try:
-                arguments = json.loads(called.arguments or "{}")
+                arguments = json.loads(called.arguments or "{}", parse_float=_number, parse_constant=_number)
+                json.dumps(arguments, ensure_ascii=False).encode()  # an escape may stand for half a character
+            except RecursionError as error:
+                raise InvalidRequest(where, called.arguments, "JSON that is nested less deeply") from error
             except ValueError as error:
-                where = f"{spelt}.tool_calls[{index}].function.arguments"
                 raise InvalidRequest(where, called.arguments, f"JSON ({error})") from error
             entry["tool_calls"].append(
                 {"id": call.id, "type": "function", "function": {"name": called.name, "arguments": arguments}}
             )
     return entry
+
+
+def _number(text: str) -> float:
+    """JSON knows no infinity; what only looks like a number must not become one. Raises ``ValueError``."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number that can be held")
+    return number
+
+
+def _json_text(value: Any, spelt: str) -> str:
+    """The JSON of a value that came as JSON. Raises ``InvalidRequest`` for what JSON cannot tell on."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(spelt, "what it is", f"without numbers that cannot be held ({error})") from error
 
 
 def _common(
@@ -172,7 +191,7 @@ def _grammar(request: CommonRequest, names: dict[str, str], forced: dict[str, An
     """The language that is asked for, by whichever field; ``names`` learns which. Raises ``InvalidRequest``."""
     asked: dict[str, common_pb2.Grammar] = {}
     if forced is not None:
-        asked["tools"] = common_pb2.Grammar(json_schema=json.dumps(forced))
+        asked["tools"] = common_pb2.Grammar(json_schema=_json_text(forced, "tools"))
     form = request.response_format
     if form is not None and form.type == "json_object":
         asked["response_format"] = common_pb2.Grammar(json_schema='{"type": "object"}')
@@ -181,9 +200,8 @@ def _grammar(request: CommonRequest, names: dict[str, str], forced: dict[str, An
             raise InvalidRequest("response_format.json_schema", None, "given with type 'json_schema'")
         if form.json_schema.schema_ is None:
             raise InvalidRequest("response_format.json_schema.schema", None, "a JSON schema")
-        asked["response_format.json_schema.schema"] = common_pb2.Grammar(
-            json_schema=json.dumps(form.json_schema.schema_)
-        )
+        spelt = "response_format.json_schema.schema"
+        asked[spelt] = common_pb2.Grammar(json_schema=_json_text(form.json_schema.schema_, spelt))
     outputs = request.structured_outputs
     if outputs is not None:
         for name, value in (
@@ -211,7 +229,7 @@ def _grammar(request: CommonRequest, names: dict[str, str], forced: dict[str, An
 
 def _language(name: str, value: Any, spelt: str) -> common_pb2.Grammar:
     if name == "json":
-        return common_pb2.Grammar(json_schema=value if isinstance(value, str) else json.dumps(value))
+        return common_pb2.Grammar(json_schema=value if isinstance(value, str) else _json_text(value, spelt))
     if name == "json_object":
         return common_pb2.Grammar(json_schema='{"type": "object"}')
     if name == "regex":

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from outrider.core.errors import ConfigError
+from outrider.router.group import GroupSettings
 from outrider.router.server import RouterServer
 from outrider.testing import ToyModel
 
@@ -27,6 +28,10 @@ CHAT = [{"role": "user", "content": "hi"}]
 CHAT_LENGTH = len("hi\n") + 1  # as the toy's template writes it; <|user|> is one token
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 DEADLINE_S = 60.0
+# A step of a target that is paused must not end, however slow the machine is.
+PATIENT = GroupSettings(
+    step_timeout_s=2 * DEADLINE_S, attach_timeout_s=2.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0
+)
 
 
 def expected(count: int, prompt: str = PROMPT, choice: int = 0) -> str:
@@ -61,13 +66,13 @@ async def get(url: str, path: str, **options: Any) -> httpx.Response:
 
 async def test_ready_only_once_the_target_answers(world: Any, client: Any) -> None:
     server = await world.router(wait=False)
-    assert (await get(server.http_url, "/health")).status_code == 200
+    assert (await get(server.http_url, "/health")).status_code == 503
     ready = await get(server.http_url, "/ready")
     assert (ready.status_code, ready.json()) == (503, {"status": "waiting for a target"})
     with pytest.raises(openai.InternalServerError) as caught:
         await client(server).completions.create(model=world.folder.name, prompt=PROMPT)
     assert caught.value.status_code == 503
-    await world.target()
+    target = await world.target()
 
     async def is_ready() -> bool:
         return (await get(server.http_url, "/ready")).json() == {"status": "ready"}
@@ -76,11 +81,20 @@ async def test_ready_only_once_the_target_answers(world: Any, client: Any) -> No
     for path in ("/health", "/ping", "/ready", "/version", "/load", "/v1/models"):
         assert (await get(server.http_url, path)).status_code == 200, path
     assert (await get(server.http_url, "/load")).json() == {"server_load": 0}
+    await target.stop()
+
+    async def is_dead() -> bool:
+        return (await get(server.http_url, "/health")).status_code == 503
+
+    await world.until(is_dead, "it says that the engine is dead", timeout_s=DEADLINE_S)
+    assert (await get(server.http_url, "/ping")).status_code == 503
+    ready = await get(server.http_url, "/ready")
+    assert (ready.status_code, ready.json()["status"].partition(":")[0]) == (503, "lost")
 
 
 async def test_draining_is_not_ready_and_streams_finish(world: Any, client: Any) -> None:
     target = await world.target()
-    server = await world.router()
+    server = await world.router(times=PATIENT)
     target.pause()  # the answer begins, its text waits
     stream = await client(server).completions.create(
         model=world.folder.name, prompt=PROMPT, max_tokens=30, temperature=0, stream=True
@@ -142,7 +156,7 @@ async def test_sigterm_lets_streams_finish(world: Any, client: Any, tmp_path: Pa
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_goes_away_ends_its_request(world: Any, stream: bool) -> None:
     target = await world.target()
-    server = await world.router()
+    server = await world.router(times=PATIENT)
     body = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "stream": stream}
     target.pause()
     async with httpx.AsyncClient(timeout=DEADLINE_S) as http:
@@ -258,7 +272,7 @@ async def test_choices_of_several_prompts(world: Any, client: Any) -> None:
 
 async def test_what_is_too_much_is_refused_for_now(world: Any, client: Any) -> None:
     target = await world.target()
-    server = await world.router(router={"max_num_seqs": 1, "max_queue": 1})
+    server = await world.router(times=PATIENT, router={"max_num_seqs": 1, "max_queue": 1})
     target.pause()
     asked = [
         asyncio.create_task(client(server).completions.create(model=world.folder.name, prompt=PROMPT, max_tokens=3))
@@ -275,16 +289,86 @@ async def test_what_is_too_much_is_refused_for_now(world: Any, client: Any) -> N
 
 async def test_an_id_is_the_clients_and_in_use_once(world: Any, client: Any) -> None:
     target = await world.target()
-    server = await world.router()
+    server = await world.router(times=PATIENT)
     target.pause()
-    own = {"extra_headers": {"X-Request-Id": "mine"}, "model": world.folder.name, "prompt": PROMPT, "max_tokens": 3}
+    asked = {"model": world.folder.name, "prompt": PROMPT, "max_tokens": 3}
+    own = {**asked, "extra_body": {"request_id": "mine"}}
     first = asyncio.create_task(client(server).completions.create(**own))
     await world.until(lambda: server.group.num_unfinished == 1, "the request runs", timeout_s=DEADLINE_S)
-    with pytest.raises(openai.ConflictError):
+    with pytest.raises(openai.ConflictError) as caught:
         await client(server).completions.create(**own)
+    assert caught.value.code == "request_id_in_use"
+    # A header is no such id: a proxy sends the same one again when it tries again, and may send a long one.
+    headers = [{"X-Request-Id": value} for value in ("mesh", "mesh", "m" * 100, "m" * 3000)]
+    others = [asyncio.create_task(client(server).completions.create(**asked, extra_headers=each)) for each in headers]
+    await world.until(lambda: server.group.num_unfinished == 5, "all run", timeout_s=DEADLINE_S)
     target.resume()
     answer = await first
     assert (answer.id, answer._request_id) == ("cmpl-mine", "mine")
+    answers = await asyncio.gather(*others)
+    assert [answer.id for answer in answers[:3]] == ["cmpl-mesh", "cmpl-mesh", "cmpl-" + "m" * 100]
+    assert [answer._request_id for answer in answers[:3]] == ["mesh", "mesh", "m" * 100]
+    assert all(answer.choices[0].text == expected(3) for answer in answers)
+
+
+async def test_a_stream_of_several_prompts_begins_when_all_are_admitted(world: Any, client: Any) -> None:
+    await world.target()
+    server = await world.router(router={"served_model_name": "toy"})
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client(server).completions.create(model="toy", prompt=[PROMPT, "x" * 600], stream=True)
+    assert (caught.value.param, caught.value.code) == ("prompt[1]", "context_length_exceeded")
+    await world.until(lambda: server.group.num_unfinished == 0, "the first is aborted", timeout_s=DEADLINE_S)
+
+
+async def test_draining_ends_connections_that_are_kept_alive(world: Any, client: Any) -> None:
+    target = await world.target()
+    server = await world.router(times=PATIENT, router={"served_model_name": "toy"})
+    host, port = server.http_url.removeprefix("http://").removesuffix("/v1").split(":")
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> bytes:
+        writer.write(request)
+        await writer.drain()
+        return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+
+    get_ready = b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n"
+    idle, busy = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+    assert b"connection: close" not in (await ask(*idle, get_ready)).lower()
+    assert await asyncio.wait_for(idle[0].readexactly(len(b'{"status":"ready"}')), DEADLINE_S)
+    target.pause()
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    assert (await ask(*busy, head + body)).startswith(b"HTTP/1.1 200")
+    stopping = asyncio.create_task(server.stop(DEADLINE_S))
+    assert await asyncio.wait_for(idle[0].read(), DEADLINE_S) == b""  # it waited for a request: it is ended
+    late = await asyncio.open_connection(host, int(port))
+    answer = (await ask(*late, get_ready)).lower()
+    assert answer.startswith(b"http/1.1 503")
+    assert b"connection: close" in answer
+    assert (await asyncio.wait_for(late[0].read(), DEADLINE_S)).endswith(b'{"status":"draining"}')
+    target.resume()
+    rest = await asyncio.wait_for(busy[0].read(), DEADLINE_S)  # to its end, although its head promised to keep it
+    assert b"data: [DONE]" in rest
+    await asyncio.wait_for(stopping, DEADLINE_S)
+    for _, writer in (idle, busy, late):
+        writer.close()
+
+
+async def test_a_fault_in_the_server_has_openais_shape(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is not foreseen."""
+    from outrider.router.http import app
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("a secret")
+
+    await world.target()
+    server = await world.router()
+    monkeypatch.setattr(app, "translate_completion", fails)
+    async with httpx.AsyncClient(timeout=DEADLINE_S) as http:
+        answer = await http.post(f"{server.http_url}/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+    assert answer.headers["x-should-retry"] == "false"
 
 
 async def test_what_fails_once_the_answer_began_ends_it_with_an_error(world: Any, client: Any) -> None:
@@ -335,6 +419,7 @@ async def test_messages_reach_the_template(world: Any, client: Any) -> None:
         {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]},
         {"role": "assistant", "tool_calls": [call], "refusal": None},
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        {"role": "assistant", "refusal": "I will not."},
     ]
     answer = await client(server).chat.completions.create(
         model="toy",
@@ -350,11 +435,22 @@ async def test_messages_reach_the_template(world: Any, client: Any) -> None:
             json.dumps({"role": "user", "content": "1\n2"}),
             json.dumps({"role": "assistant", "content": "", "tool_calls": [parsed]}),
             json.dumps({"role": "tool", "content": "3", "tool_call_id": "c1"}),
+            json.dumps({"role": "assistant", "content": "I will not."}),
             json.dumps([TOOL]) + "calm",
         ]
     )
     assert answer.usage.prompt_tokens == len(rendered)
     assert answer.choices[0].message.content == expected(1, rendered)
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    """A message that calls a tool."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def tool_with(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -385,6 +481,27 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "refusal": "no"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [calling("[" * 100_000)]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [calling('{"a": 1e999}')]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [calling('{"a": NaN}')]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [calling('"\\ud800"')]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [calling("no JSON")]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"chat_template_kwargs": {"self": 1}}, "messages"),
+    ({"tools": [tool_with({"$defs": [1]})], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool_with({"properties": []})], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool_with({"$ref": "#/nowhere"})], "tool_choice": "required"}, "tools"),
+    ({"guided_json": {"maximum": float("inf")}}, "guided_json"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"modalities": ["audio"]}, "modalities[0]"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"cache_salt": "mine"}, "cache_salt"),
+    ({"seed": 1.5}, "seed"),
+    ({"store": "yes"}, "store"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
@@ -412,7 +529,8 @@ async def test_every_bad_field_is_refused_by_its_name(world: Any) -> None:
     async with httpx.AsyncClient(timeout=DEADLINE_S) as http:
         for fields, param in BAD:
             body = {"messages": CHAT, "max_tokens": None, **fields}
-            answer = await http.post(f"{server.http_url}/chat/completions", json=body)
+            content = json.dumps(body)  # which may hold what JSON does not: Infinity
+            answer = await http.post(f"{server.http_url}/chat/completions", content=content)
             assert answer.status_code in (400, 404), (fields, answer.text)
             error = answer.json()["error"]
             assert set(error) == {"message", "type", "param", "code"}
@@ -430,6 +548,12 @@ async def test_every_bad_field_is_refused_by_its_name(world: Any) -> None:
             ("/completions", b'{"prompt": ["a", [1]]}', 400),
             ("/completions", b'{"prompt": ["a", ""]}', 400),
             ("/completions", b'{"prompt": "a", "best_of": 2}', 400),
+            ("/completions", b'{"prompt": "a", "suffix": "b"}', 400),
+            ("/completions", b'{"prompt": "\\ud800"}', 400),
+            ("/completions", b'{"prompt": "\xff"}', 400),
+            ("/completions", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400),
+            ("/completions", b'{"prompt": "a", "logit_bias": {"5": 1e999}}', 400),
+            ("/completions", b'{"prompt": "a", "temperature": NaN}', 400),
             ("/nothing", b"{}", 404),
         ):
             answer = await http.post(f"{server.http_url}{path}", content=content)

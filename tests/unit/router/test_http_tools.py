@@ -119,16 +119,6 @@ def test_only_required_and_named_calls_are_forced() -> None:
     assert "maxItems" not in schema_of(tools=tools, tool_choice="required")
 
 
-def test_references_to_definitions_hold_within_the_list_of_calls() -> None:
-    parameters = {"$ref": "#/$defs/thing", "$defs": {"thing": {"type": "object"}}}
-    schema = schema_of(tools=[tool("f", **parameters), tool("g", **parameters)], tool_choice="required")
-    assert schema["$defs"] == {"thing": {"type": "object"}}
-    assert schema["items"]["anyOf"][0]["properties"]["arguments"] == {"$ref": "#/$defs/thing"}
-    other = {**parameters, "$defs": {"thing": {"type": "string"}}}
-    with pytest.raises(InvalidRequest, match=r"tools\[1\].function.parameters"):
-        schema_of(tools=[tool("f", **parameters), tool("g", **other)], tool_choice="required")
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -144,3 +134,71 @@ def test_choices_that_cannot_be_are_refused(fields: dict[str, Any], field: str) 
     with pytest.raises(InvalidRequest) as caught:
         wanted_functions(chat(**fields))
     assert caught.value.field == field
+
+
+HOSTILE = [
+    '{"name": []}',
+    '{"name": {"a": 1}, "arguments": {}}',
+    '{"name": 5, "arguments": {}}',
+    '{"arguments": {}}',
+    '{"name": "add", "arguments": NaN}',
+    '{"name": "add", "arguments": ' + "[" * 100_000,
+    '{"name": "add", "arguments": {"a": ' + "[" * 100_000,
+    '{"name" "add"}',
+    '{"name": "add",}',
+    '{"name": "add"',
+    '{1: "add"}',
+    '["add"]',
+    '"add"',
+    "{",
+]
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_what_is_no_call_stays_text(words: str) -> None:
+    text = f"<tool_call>{words}</tool_call>"
+    assert read(HermesCalls(FUNCTIONS), [text]) == (text, [])
+    assert read(BareJsonCalls(FUNCTIONS), [words]) == (words, [])
+    read(CallList(), ["[" + words + "]"])  # a grammar forces better, and nothing but an end must come of this
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ('{"a": 1e999, "b": 12345678901234567890123}', '{"a": 1e999, "b": 12345678901234567890123}'),
+        ('{ "a" : [ 1 ] }', '{ "a" : [ 1 ] }'),
+        ("null", "{}"),
+        ('"{\\"a\\": 1}"', '{"a": 1}'),
+        ('"\\ud800"', "?"),
+    ],
+)
+def test_arguments_are_told_as_they_were_written(written: str, told: str) -> None:
+    call = f'{{"name": "add", "arguments": {written}}}'
+    assert read(HermesCalls(FUNCTIONS), [f"<tool_call>{call}</tool_call>"]) == ("", [("add", told)])
+    assert read(CallList(), [f"[{call}]"]) == ("", [("add", told)])
+
+
+def test_references_of_a_tools_schema_lead_where_it_stands() -> None:
+    node = {
+        "type": "object",
+        "properties": {
+            "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "kind": {"$ref": "#/$defs/Kind"},
+            "$ref": {"const": {"$ref": "#"}},
+        },
+        "$defs": {"Kind": {"enum": ["$ref", "#"]}},
+    }
+    other = {**node, "$defs": {"Kind": {"type": "integer"}}}  # of the same name, and not the same
+    tools = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in (("a.b", node), ("c", other))]
+    schema = schema_of(tools=tools, tool_choice="required")
+    moved = schema["$defs"]["a.b"]
+    assert schema["items"]["anyOf"][0]["properties"]["arguments"] == {"$ref": "#/$defs/a.b"}
+    assert moved["properties"]["next"]["anyOf"][0] == {"$ref": "#/$defs/a.b"}
+    assert moved["properties"]["kind"] == {"$ref": "#/$defs/a.b/$defs/Kind"}
+    assert moved["properties"]["$ref"] == {"const": {"$ref": "#"}}
+    assert moved["$defs"] == node["$defs"]
+    assert schema["$defs"]["c"]["$defs"] == other["$defs"]
+    alone = {"type": "object", "properties": {}}
+    schema = schema_of(tools=[tool("d", **alone)], tool_choice="required")
+    assert schema["items"]["properties"]["arguments"] == alone
+    assert "$defs" not in schema
