@@ -20,6 +20,8 @@ CHART = ROOT / "helm" / "outrider"
 PROFILES = ("cpu-trial", "one-gpu", "one-node-8-gpus", "many-nodes")
 NAME = "demo-outrider"  # of a release "demo"
 
+TIMEOUT_S = 600.0  # of a helm that hangs, on the slowest machine
+
 Object = dict[str, Any]
 
 
@@ -30,7 +32,7 @@ def helm() -> str:
         [ROOT / "scripts" / "helm.sh"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT_S,
         check=False,
         stdin=subprocess.DEVNULL,
     )
@@ -39,7 +41,7 @@ def helm() -> str:
     return done.stdout.strip()
 
 
-def run_helm(*words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_helm(*words: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Nothing is checked. Neither a cluster nor the user's own files are looked at."""
     with tempfile.TemporaryDirectory() as home:
         environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "KUBECONFIG": "/dev/null"}

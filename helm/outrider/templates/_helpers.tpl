@@ -59,6 +59,22 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{/* Redis over TLS: `true` or nothing. */}}
+{{- define "outrider.redisHasTls" -}}
+{{- if and (not .Values.redis.enabled) .Values.redis.external.tls.enabled }}true{{- end }}
+{{- end }}
+
+{{- define "outrider.redisCaSecretName" -}}
+{{- if include "outrider.redisHasTls" . }}{{ .Values.redis.external.tls.caSecretName }}{{- end }}
+{{- end }}
+
+{{/* `true` where the models' claim can be mounted on one node only, so that all pods must be there. */}}
+{{- define "outrider.isBoundToOneNode" -}}
+{{- with .Values.models }}
+{{- if and (or .create .existingClaim) (not .volume) (not (has "ReadWriteMany" .accessModes)) (not (has "ReadOnlyMany" .accessModes)) }}true{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "outrider.tlsSecretName" -}}
 {{- default (printf "%s-tls" (include "outrider.fullname" .)) .Values.tls.existingSecret }}
 {{- end }}
@@ -113,23 +129,38 @@ gpus: {{ $gpus }}
 {{- if and .Values.tls.enabled (not .Values.tls.existingSecret) (not .Values.tls.certManager.issuerName) }}
 {{- fail "tls.certManager.issuerName is missing: tls.enabled is true and tls.existingSecret names no secret" }}
 {{- end }}
-{{- range $key, $on := dict "tls.enabled" .Values.tls.enabled "routerSpec.http.apiKey.secretName" .Values.routerSpec.http.apiKey.secretName }}
-{{- if and $on (not $.Values.routerSpec.http.enabled) }}
-{{- fail (printf "%s is set, but routerSpec.http.enabled is false" $key) }}
+{{- if and .Values.redis.external.tls.caSecretName (not .Values.redis.external.tls.enabled) }}
+{{- fail "redis.external.tls.caSecretName is set, but redis.external.tls.enabled is false" }}
 {{- end }}
+{{- if and (not .Values.redis.enabled) .Values.redis.external.passwordRequired (not .Values.redis.auth.existingSecret) }}
+{{- fail "redis.auth.existingSecret is missing: redis.external.passwordRequired is true" }}
+{{- end }}
+{{- if include "outrider.isBoundToOneNode" . }}
+{{- if gt (int $target.nodes) 1 }}{{- fail (printf "models.accessModes allows one node, but target.nodes is %d" (int $target.nodes)) }}{{- end }}
+{{- range (include "outrider.drafts" . | fromYamlArray) }}
+{{- if ne .placement "sameNode" }}{{- fail (printf "models.accessModes allows one node, but the placement of drafts %q is %s" .name .placement) }}{{- end }}
+{{- end }}
+{{- end }}
+{{- $ports := dict }}
+{{- range $key, $port := dict "routerSpec.containerPort" .Values.routerSpec.containerPort "routerSpec.groupPort" .Values.routerSpec.groupPort "routerSpec.http.port" (ternary .Values.routerSpec.http.port 0 .Values.routerSpec.http.enabled) "metrics.port" .Values.metrics.port }}
+{{- $name := toString (int $port) }}
+{{- if hasKey $ports $name }}{{- fail (printf "%s is %s, which is %s too" $key $name (get $ports $name)) }}{{- end }}
+{{- $_ := set $ports $name $key }}
+{{- end }}
+{{- range $key, $port := dict "rayCluster.head.gcsPort" .Values.rayCluster.head.gcsPort "6380, a port of Ray" 6380 "6381, a port of Ray" 6381 }}
+{{- if eq (int $port) (int $.Values.metrics.port) }}{{- fail (printf "metrics.port is %d, which is %s too" (int $port) $key) }}{{- end }}
 {{- end }}
 {{- if gt (int (default 0 .Values.routerSpec.maxNumSeqs)) (int $target.maxNumSeqs) }}
 {{- fail (printf "routerSpec.maxNumSeqs is %d, but target.maxNumSeqs allows %d" (int .Values.routerSpec.maxNumSeqs) (int $target.maxNumSeqs)) }}
 {{- end }}
-{{- if .Values.routerSpec.autoscaling.enabled }}
-{{- if not .Values.metrics.enabled }}{{- fail "metrics.enabled is false, but routerSpec.autoscaling.enabled needs metrics" }}{{- end }}
-{{- if gt (int .Values.routerSpec.autoscaling.minReplicas) (int .Values.routerSpec.autoscaling.maxReplicas) }}
+{{- with .Values.routerSpec.autoscaling }}
+{{- if .enabled }}
+{{- if gt (int .minReplicas) (int .maxReplicas) }}
 {{- fail "routerSpec.autoscaling.minReplicas is above routerSpec.autoscaling.maxReplicas" }}
 {{- end }}
+{{- if not (or .targetCPUUtilizationPercentage (and .customMetrics (or .targetWaitingRequests .targetTimeToFirstTokenMs))) }}
+{{- fail "routerSpec.autoscaling.enabled is true, but nothing is to scale by: see targetCPUUtilizationPercentage and customMetrics there" }}
 {{- end }}
-{{- range $kind := list "serviceMonitor" "prometheusRule" }}
-{{- if and (get $.Values.metrics $kind).enabled (not $.Values.metrics.enabled) }}
-{{- fail (printf "metrics.enabled is false, but metrics.%s.enabled needs metrics" $kind) }}
 {{- end }}
 {{- end }}
 {{- end }}

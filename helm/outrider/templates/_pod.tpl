@@ -100,6 +100,39 @@ runtimeClassName: {{ . }}
 {{- toYaml $resources }}
 {{- end }}
 
+{{/* Of every container that speaks to Redis: its password, and the CA of its certificate. */}}
+{{- define "outrider.redisMounts" -}}
+{{- if include "outrider.redisHasPassword" . }}
+- name: redis-password
+  mountPath: {{ include "outrider.redisFolder" . }}
+  readOnly: true
+{{- end }}
+{{- if include "outrider.redisCaSecretName" . }}
+- name: redis-ca
+  mountPath: {{ include "outrider.redisCaFolder" . }}
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "outrider.redisVolumes" -}}
+{{- if include "outrider.redisHasPassword" . }}
+- name: redis-password
+  secret:
+    secretName: {{ include "outrider.redisSecretName" . }}
+    defaultMode: 0440
+    items:
+      - {key: password, path: password}
+{{- end }}
+{{- with (include "outrider.redisCaSecretName" .) }}
+- name: redis-ca
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items:
+      - {key: {{ $.Values.redis.external.tls.caSecretKey | quote }}, path: ca.crt}
+{{- end }}
+{{- end }}
+
 {{/* What is secret in a router: key pair and keys of clients. */}}
 {{- define "outrider.secretMounts" -}}
 {{- if .Values.tls.enabled }}
@@ -107,7 +140,11 @@ runtimeClassName: {{ . }}
   mountPath: {{ include "outrider.tlsFolder" . }}
   readOnly: true
 {{- end }}
-{{- if .Values.routerSpec.http.apiKey.secretName }}
+{{- include "outrider.apiKeyMount" . }}
+{{- end }}
+
+{{- define "outrider.apiKeyMount" -}}
+{{- if .Values.routerSpec.apiKey.existingSecret }}
 - name: api-keys
   mountPath: {{ include "outrider.apiKeyFolder" . }}
   readOnly: true
@@ -121,14 +158,31 @@ runtimeClassName: {{ . }}
     secretName: {{ include "outrider.tlsSecretName" . }}
     defaultMode: 0440
 {{- end }}
-{{- with .Values.routerSpec.http.apiKey }}
-{{- if .secretName }}
+{{- include "outrider.apiKeyVolume" . }}
+{{- end }}
+
+{{- define "outrider.apiKeyVolume" -}}
+{{- with .Values.routerSpec.apiKey }}
+{{- if .existingSecret }}
 - name: api-keys
   secret:
-    secretName: {{ .secretName }}
+    secretName: {{ .existingSecret }}
     defaultMode: 0440
     items:
-      - {key: {{ .secretKey }}, path: keys}
+      - {key: {{ .secretKey | quote }}, path: keys}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The node of the target, where the models' claim can be mounted nowhere else. */}}
+{{- define "outrider.modelAffinity" -}}
+{{- if include "outrider.isBoundToOneNode" . }}
+podAffinity:
+  requiredDuringSchedulingIgnoredDuringExecution:
+    - topologyKey: kubernetes.io/hostname
+      labelSelector:
+        matchLabels:
+          {{- include "outrider.selectorLabels" . | nindent 10 }}
+          app.kubernetes.io/component: target
 {{- end }}
 {{- end }}

@@ -3,13 +3,11 @@ What the chart knows of the program: its commands, paths, variables, ports and s
 anywhere else in the chart.
 */}}
 
-{{/* Settings that the program has. One that it opens by itself must be turned off by null where it is not wanted. */}}
-{{- define "outrider.hasHttpPort" -}}true{{- end }}
-{{- define "outrider.hasMetricsPort" -}}true{{- end }}
-
 {{- define "outrider.settingsFolder" -}}/etc/outrider{{- end }}
 {{- define "outrider.tlsFolder" -}}/etc/outrider-tls{{- end }}
 {{- define "outrider.apiKeyFolder" -}}/etc/outrider-api-keys{{- end }}
+{{- define "outrider.redisFolder" -}}/etc/outrider-redis{{- end }}
+{{- define "outrider.redisCaFolder" -}}/etc/outrider-redis-ca{{- end }}
 {{- define "outrider.stateFolder" -}}/var/lib/outrider{{- end }}
 {{- define "outrider.settingsFile" -}}{{ include "outrider.settingsFolder" . }}/outrider.yaml{{- end }}
 
@@ -22,7 +20,6 @@ anywhere else in the chart.
 - router
 - --file={{ include "outrider.settingsFile" . }}
 - --grace={{ .Values.routerSpec.drainSeconds }}
-- --log-level={{ .Values.logLevel }}
 {{- end }}
 
 {{- define "outrider.supervisorArgs" -}}
@@ -31,12 +28,16 @@ anywhere else in the chart.
 - --room-timeout={{ .Values.rayCluster.roomTimeoutSeconds }}
 {{- end }}
 
-{{- define "outrider.testArgs" -}}
-- generate
-- --address=$(OUTRIDER_ADDRESS)
-- {{ printf "--prompt=%s" .Values.test.prompt | quote }}
-- --max-tokens=16
-- --json
+{{/* `helm test`: a shell takes the first key out of the file, since the program wants the key itself. */}}
+{{- define "outrider.testCommand" -}}
+command: [sh, -euc]
+args:
+  - |
+    {{- if .Values.routerSpec.apiKey.existingSecret }}
+    OUTRIDER_API_KEY="$(grep -m1 '^[^#[:space:]]' {{ include "outrider.apiKeyFolder" . }}/keys)"
+    export OUTRIDER_API_KEY
+    {{- end }}
+    exec outrider generate --address="$OUTRIDER_ADDRESS" --prompt="$OUTRIDER_TEST_PROMPT" --max-tokens=16 --json
 {{- end }}
 
 {{/* Variables of every container that runs the program. */}}
@@ -53,25 +54,21 @@ anywhere else in the chart.
   value: "1"
 {{- end }}
 
-{{/* The variable that the settings take the password of Redis from. */}}
-{{- define "outrider.redisEnv" -}}
+{{/* Without the password, which is a file. */}}
+{{- define "outrider.redisSettings" -}}
+{{- $external := .Values.redis.external }}
+{{- $scheme := ternary "rediss" "redis" (eq (include "outrider.redisHasTls" .) "true") }}
+{{- $database := ternary 0 (int $external.database) .Values.redis.enabled }}
+url: {{ printf "%s://%s/%d" $scheme (include "outrider.redisAddress" .) $database }}
 {{- if include "outrider.redisHasPassword" . }}
-- name: OUTRIDER_REDIS_PASSWORD
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "outrider.redisSecretName" . }}
-      key: password
+password_file: {{ include "outrider.redisFolder" . }}/password
+{{- if and (not .Values.redis.enabled) $external.username }}
+username: {{ $external.username | quote }}
 {{- end }}
 {{- end }}
-
-{{- define "outrider.redisUrl" -}}
-{{- $login := "" }}
-{{- if include "outrider.redisHasPassword" . }}
-{{- $user := ternary "" .Values.redis.external.username .Values.redis.enabled }}
-{{- $login = printf "%s:${OUTRIDER_REDIS_PASSWORD}@" $user }}
+{{- if include "outrider.redisCaSecretName" . }}
+ca_certs: {{ include "outrider.redisCaFolder" . }}/ca.crt
 {{- end }}
-{{- $database := ternary 0 (int .Values.redis.external.database) .Values.redis.enabled }}
-{{- printf "redis://%s%s/%d" $login (include "outrider.redisAddress" .) $database }}
 {{- end }}
 
 {{/* The keys of an engine that have the same names here, but for their case. */}}
@@ -118,7 +115,7 @@ anywhere else in the chart.
 {{- $drafts = append $drafts (include "outrider.draftSettings" . | fromYaml) }}
 {{- end }}
 {{- $settings := dict "cluster" .Values.clusterName }}
-{{- $_ := set $settings "redis" (dict "url" (include "outrider.redisUrl" .)) }}
+{{- $_ := set $settings "redis" (include "outrider.redisSettings" . | fromYaml) }}
 {{- $_ := set $settings "ray" (dict "address" (include "outrider.rayHeadAddress" .)) }}
 {{- $_ := set $settings "target" (include "outrider.targetSettings" . | fromYaml) }}
 {{- $_ := set $settings "drafts" $drafts }}
@@ -127,20 +124,16 @@ anywhere else in the chart.
 
 {{- define "outrider.routerSettings" -}}
 {{- $spec := .Values.routerSpec }}
-{{- $router := dict "host" "0.0.0.0" "port" $spec.containerPort "max_queue" $spec.maxQueue }}
+{{- $router := dict "host" "0.0.0.0" "port" $spec.containerPort "group_port" $spec.groupPort "metrics_port" .Values.metrics.port }}
+{{- $_ := set $router "max_queue" $spec.maxQueue }}
 {{- $_ := set $router "enable_prefix_caching" $spec.enablePrefixCaching }}
 {{- $_ := set $router "max_prefill_slowdown" $spec.maxPrefillSlowdown }}
 {{- $_ := set $router "default_timeout_s" $spec.defaultTimeoutS }}
 {{- with $spec.maxNumSeqs }}{{- $_ := set $router "max_num_seqs" . }}{{- end }}
-{{- if $spec.http.enabled }}
-{{- $_ := set $router "http_port" $spec.http.port }}
+{{- /* The program would open this port by itself. */}}
+{{- $_ := set $router "http_port" (ternary $spec.http.port nil $spec.http.enabled) }}
 {{- with $spec.http.servedModelName }}{{- $_ := set $router "served_model_name" . }}{{- end }}
-{{- if $spec.http.apiKey.secretName }}{{- $_ := set $router "api_key_file" (printf "%s/keys" (include "outrider.apiKeyFolder" .)) }}{{- end }}
-{{- else if include "outrider.hasHttpPort" . }}{{- $_ := set $router "http_port" nil }}
-{{- end }}
-{{- if .Values.metrics.enabled }}{{- $_ := set $router "metrics_port" .Values.metrics.port }}
-{{- else if include "outrider.hasMetricsPort" . }}{{- $_ := set $router "metrics_port" nil }}
-{{- end }}
+{{- if $spec.apiKey.existingSecret }}{{- $_ := set $router "api_key_file" (printf "%s/keys" (include "outrider.apiKeyFolder" .)) }}{{- end }}
 {{- if .Values.tls.enabled }}
 {{- $folder := include "outrider.tlsFolder" . }}
 {{- $_ := set $router "ssl_certfile" (printf "%s/tls.crt" $folder) }}
@@ -153,16 +146,21 @@ anywhere else in the chart.
 {{- define "outrider.settings" -}}
 {{- $settings := include "outrider.sharedSettings" . | fromYaml }}
 {{- $_ := set $settings "router" (include "outrider.routerSettings" . | fromYaml) }}
+{{- $_ := set $settings "supervisor" (dict "metrics_port" .Values.metrics.port) }}
 {{- $speculation := dict "num_speculative_tokens" .Values.speculation.numSpeculativeTokens "verifier" .Values.speculation.verifier }}
 {{- with .Values.speculation.promptLookupMin }}{{- $_ := set $speculation "prompt_lookup_min" . }}{{- end }}
 {{- with .Values.speculation.promptLookupMax }}{{- $_ := set $speculation "prompt_lookup_max" . }}{{- end }}
 {{- $_ := set $settings "speculation" $speculation }}
+{{- $_ := set $settings "logging" (dict "level" .Values.logging.level "format" .Values.logging.format) }}
+{{- with .Values.tracing }}
+{{- if .otlpEndpoint }}{{- $_ := set $settings "tracing" (dict "otlp_endpoint" .otlpEndpoint "sample_ratio" .sampleRatio) }}{{- end }}
+{{- end }}
 {{- toYaml $settings }}
 {{- end }}
 
-{{/* Probes of a router, in which .service is a name in its health service. */}}
-{{- define "outrider.routerProbe" -}}
-grpc:
-  port: {{ .root.Values.routerSpec.containerPort }}
-  service: {{ .service | quote }}
+{{/* Probes of the program, over plain HTTP whatever clients speak: /livez, it answers; /readyz, it takes requests. */}}
+{{- define "outrider.probe" -}}
+httpGet:
+  path: {{ .path }}
+  port: {{ .port }}
 {{- end }}

@@ -13,6 +13,10 @@ env:
   # Ray would run actors at niceness 15.
   - name: RAY_worker_niceness
     value: "0"
+  {{- if and .isHead (include "outrider.redisCaSecretName" .root) }}
+  - name: RAY_REDIS_CA_CERT
+    value: {{ include "outrider.redisCaFolder" .root }}/ca.crt
+  {{- end }}
 lifecycle:
   preStop:
     exec:
@@ -80,6 +84,7 @@ readinessProbe:
             {{- include "outrider.scratchMounts" $root | nindent 12 }}
             - name: shm
               mountPath: /dev/shm
+            {{- include "outrider.redisMounts" $root | nindent 12 }}
             {{- include "outrider.modelMount" $root | nindent 12 }}
       volumes:
         {{- include "outrider.scratchVolumes" $root | nindent 8 }}
@@ -87,6 +92,7 @@ readinessProbe:
           emptyDir:
             medium: Memory
             sizeLimit: {{ .spec.shmSize }}
+        {{- include "outrider.redisVolumes" $root | nindent 8 }}
         {{- include "outrider.modelVolume" $root | nindent 8 }}
 {{- end }}
 

@@ -23,12 +23,11 @@ FOREIGN = ("ray.io", "monitoring.coreos.com", "cert-manager.io")
 EVERYTHING: dict[str, Any] = {
     "models": {"create": True},
     "routerSpec": {
-        "http": {"enabled": True, "apiKey": {"secretName": "keys"}},
+        "apiKey": {"existingSecret": "keys"},
         "autoscaling": {"enabled": True},
         "replicaCount": 2,
     },
     "metrics": {
-        "enabled": True,
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "prometheusRule": {"enabled": True},
         "dashboards": {"enabled": True},
@@ -133,10 +132,37 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("drafts", {"drafts": [{"name": "a", "model": "/m"}, {"name": "a", "model": "/m"}]}),
     ("target.resources.limits.cpu", {"target": {"tensorParallelSize": 16}}),
     ("tls.certManager.issuerName", {"tls": {"enabled": True}}),
-    ("routerSpec.http.enabled", {"tls": {"enabled": True, "existingSecret": "pair"}}),
+    ("level", {"logging": {"level": "verbose"}}),
+    ("otlpEndpoint", {"tracing": {"otlpEndpoint": "collector:4317"}}),
+    ("sampleRatio", {"tracing": {"sampleRatio": 2}}),
+    ("accessModes", {"models": {"create": True, "accessModes": ["ReadWriteOncePod"]}}),
     ("routerSpec.maxNumSeqs", {"routerSpec": {"maxNumSeqs": 65}}),
-    ("metrics.enabled", {"metrics": {"serviceMonitor": {"enabled": True}}}),
-    ("metrics.enabled", {"routerSpec": {"autoscaling": {"enabled": True}}}),
+    (
+        "routerSpec.autoscaling.minReplicas",
+        {"routerSpec": {"autoscaling": {"enabled": True, "minReplicas": 9, "maxReplicas": 8}}},
+    ),
+    (
+        "targetCPUUtilizationPercentage",
+        {"routerSpec": {"autoscaling": {"enabled": True, "customMetrics": False, "targetCPUUtilizationPercentage": 0}}},
+    ),
+    ("routerSpec.groupPort", {"routerSpec": {"groupPort": 7070}}),
+    ("metrics.port", {"metrics": {"port": 6379}}),
+    (
+        "models.accessModes",
+        {
+            "models": {"create": True, "accessModes": ["ReadWriteOnce"]},
+            "target": {"nodes": 2, "tensorParallelSize": 2},
+        },
+    ),
+    (
+        "models.accessModes",
+        {
+            "models": {"existingClaim": "m", "accessModes": ["ReadWriteOnce"]},
+            "drafts": [{"name": "a", "model": "/m", "placement": "remote"}],
+        },
+    ),
+    ("redis.auth.existingSecret", {"redis": {"enabled": False, "external": {"host": "r"}}}),
+    ("redis.external.tls.enabled", {"redis": {"external": {"tls": {"caSecretName": "ca"}}}}),
     ("redis.external.host", {"redis": {"enabled": False}}),
 ]
 

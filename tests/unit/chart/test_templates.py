@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.cluster.config import ClusterConfig, RouterConfig, parse_config
+from outrider.cluster.config import ClusterConfig, parse_config
 from outrider.cluster.placement import NodeFacts, draft_node, plan_placement, shortage
-from outrider_chart import CHART, PROFILES, ROOT, Rendered, container, render, template
+from outrider_chart import CHART, PROFILES, ROOT, Rendered, container, render, run_helm, template
 
 # Of design and documentation; the dashboards and alerts ask for no other.
 METRICS = {
@@ -27,12 +27,7 @@ METRICS = {
     "outrider_spec_decode_num_accepted_tokens_total",
     "outrider_spec_decode_num_accepted_tokens_per_pos_total",
 }
-HTTP = {"routerSpec": {"http": {"enabled": True}}}
-
-
-@pytest.fixture(autouse=True)
-def _password(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTRIDER_REDIS_PASSWORD", "secret")
+TLS: dict[str, Any] = {"tls": {"enabled": True, "existingSecret": "pair"}}
 
 
 def config_of(rendered: Rendered) -> ClusterConfig:
@@ -45,7 +40,9 @@ def config_of(rendered: Rendered) -> ClusterConfig:
 @pytest.mark.parametrize("profile", [*PROFILES, None])
 def test_the_program_takes_the_settings(profile: str | None) -> None:
     config = config_of(render(profile))
-    assert config.redis.url == "redis://:secret@demo-outrider-redis:6379/0"
+    assert config.redis.url == "redis://demo-outrider-redis:6379/0"
+    assert config.redis.password_file == "/etc/outrider-redis/password"
+    assert config.redis.username is config.redis.ca_certs is None
     assert config.ray.address == "127.0.0.1:6379"
     assert config.router.host == "0.0.0.0"
 
@@ -83,28 +80,37 @@ def test_every_value_of_an_engine_arrives() -> None:
     assert (config.router.enable_prefix_caching, config.router.default_timeout_s) == (False, 30)
 
 
-SWITCHES: list[tuple[str, str, dict[str, Any]]] = [
-    ("http_port", "outrider.hasHttpPort", HTTP),
-    ("metrics_port", "outrider.hasMetricsPort", {"metrics": {"enabled": True}}),
-]
+def test_ports_that_the_program_opens_are_those_of_the_pod() -> None:
+    router = config_of(render(None)).router
+    ports = {port["name"]: port["containerPort"] for port in container(render(None).router, "router")["ports"]}
+    assert ports == {
+        "grpc": router.port,
+        "http": router.http_port,
+        "group": router.group_port,
+        "metrics": router.metrics_port,
+    }
+    off = render(None, {"routerSpec": {"http": {"enabled": False}}})
+    assert config_of(off).router.http_port is None
+    assert "http" not in {port["name"] for port in container(off.router, "router")["ports"]}
+    assert "http" not in {port["name"] for port in off.one("Service", "-router")["spec"]["ports"]}
 
 
-@pytest.mark.parametrize(("field", "flag", "on"), SWITCHES, ids=[field for field, _, _ in SWITCHES])
-def test_ports_that_the_program_opens_are_those_that_are_asked_for(field: str, flag: str, on: dict[str, Any]) -> None:
-    assert yaml.safe_load(render(None, on).settings)["router"][field] > 0
-    known = field in RouterConfig.model_fields
-    text = (CHART / "templates" / "_program.tpl").read_text()
-    match = re.search(rf'define "{flag}" -}}}}(.*?){{{{- end', text)
-    assert match is not None
-    assert bool(match[1]) == known, f"{flag} in _program.tpl must say {'true' if known else 'nothing'}"
-    if known:
-        assert getattr(config_of(render(None, on)).router, field) > 0
-        assert getattr(config_of(render(None)).router, field) is None
+def test_logs_and_traces_are_as_they_are_wished() -> None:
+    config = config_of(render(None))
+    assert (config.logging.level, config.logging.format) == ("info", "text")
+    assert config.tracing.otlp_endpoint is None
+    traced = {"otlpEndpoint": "http://collector.monitoring:4317", "sampleRatio": 0.25}
+    rendered = render(None, {"logging": {"level": "debug", "format": "json"}, "tracing": traced})
+    config = config_of(rendered)
+    assert (config.logging.level, config.logging.format) == ("debug", "json")
+    assert config.tracing.model_dump() == {"otlp_endpoint": traced["otlpEndpoint"], "sample_ratio": 0.25}
+    for name in ("-router", "-ray"):
+        assert {"ports": [{"port": 4317}]} in rendered.one("NetworkPolicy", name)["spec"]["egress"]
 
 
 def test_key_pair_and_api_keys_are_mounted_where_the_settings_say() -> None:
     values: dict[str, Any] = {
-        "routerSpec": {"http": {"enabled": True, "apiKey": {"secretName": "clients", "secretKey": "k"}}},
+        "routerSpec": {"apiKey": {"existingSecret": "clients", "secretKey": "k"}},
         "tls": {"enabled": True, "existingSecret": "pair", "requireClientCertificate": True},
     }
     rendered = render(None, values)
@@ -124,18 +130,32 @@ def test_key_pair_and_api_keys_are_mounted_where_the_settings_say() -> None:
 
 def test_a_router_gets_its_time_to_drain() -> None:
     rendered = render(None, {"routerSpec": {"drainSeconds": 300}})
-    assert "--grace=300" in container(rendered.router, "router")["args"]
-    assert rendered.router["terminationGracePeriodSeconds"] > 300
+    box = container(rendered.router, "router")
+    assert "--grace=300" in box["args"]
+    assert box["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert rendered.router["terminationGracePeriodSeconds"] > 305
+    at_once = render(None, {"routerSpec": {"preStopSeconds": 0}})
+    assert "lifecycle" not in container(at_once.router, "router")
 
 
-def test_probes_ask_the_health_service_of_the_router() -> None:
-    from outrider.router.server import LIVENESS, SERVICES
+def test_a_roll_out_takes_no_router_before_another_is_there() -> None:
+    strategy = render(None).one("Deployment")["spec"]["strategy"]
+    assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
 
-    box = container(render(None).router, "router")
-    assert box["livenessProbe"]["grpc"] == {"port": 7070, "service": LIVENESS}
-    assert box["startupProbe"]["grpc"] == {"port": 7070, "service": LIVENESS}
-    assert box["readinessProbe"]["grpc"]["service"] in SERVICES
-    assert {"name": "grpc", "containerPort": 7070} in box["ports"]
+
+@pytest.mark.parametrize("values", [{}, TLS], ids=["plain", "tls"])
+def test_probes_ask_the_plain_port_whatever_clients_speak(values: dict[str, Any]) -> None:
+    rendered = render(None, values)
+    box = container(rendered.router, "router")
+    for probe, path in (("livenessProbe", "/livez"), ("startupProbe", "/livez"), ("readinessProbe", "/readyz")):
+        assert box[probe]["httpGet"] == {"path": path, "port": "metrics"}
+    supervisor = container(rendered.head["template"]["spec"], "supervisor")
+    for probe in ("livenessProbe", "startupProbe"):
+        assert supervisor[probe]["httpGet"] == {"path": "/livez", "port": "supervisor"}
+    assert supervisor["ports"] == [{"name": "supervisor", "containerPort": 9090}]
+    assert config_of(rendered).supervisor.metrics_port == 9090
+    # The head's service would not know the head, and no node would find it, until the target serves on those nodes.
+    assert "readinessProbe" not in supervisor
 
 
 def test_routers_spread_and_are_never_all_evicted() -> None:
@@ -144,31 +164,70 @@ def test_routers_spread_and_are_never_all_evicted() -> None:
     assert keys == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
     budget = rendered.one("PodDisruptionBudget")["spec"]
     labels = rendered.one("Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert budget["maxUnavailable"] == 1
+    assert (budget["maxUnavailable"], budget["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
     assert budget["selector"]["matchLabels"].items() <= labels.items()
     off = render(None, {"routerSpec": {"topologySpread": False, "pdb": {"enabled": False}}})
     assert "topologySpreadConstraints" not in off.router
     assert off.all("PodDisruptionBudget") == []
 
 
-def test_routers_scale_by_queue_and_latency() -> None:
-    spec = {"autoscaling": {"enabled": True, "targetTimeToFirstTokenMs": 1500}}
-    rendered = render(None, {"routerSpec": spec, "metrics": {"enabled": True}})
+def scales_by(**spec: Any) -> list[dict[str, Any]]:
+    rendered = render(None, {"routerSpec": {"autoscaling": {"enabled": True, **spec}}})
     scaler = rendered.one("HorizontalPodAutoscaler")["spec"]
     assert scaler["scaleTargetRef"]["name"] == rendered.one("Deployment")["metadata"]["name"]
-    metrics = {item["pods"]["metric"]["name"]: item["pods"]["target"]["averageValue"] for item in scaler["metrics"]}
-    assert metrics == {"outrider_num_requests_waiting": "8", "outrider_time_to_first_token_seconds_mean": "1500m"}
     assert "replicas" not in rendered.one("Deployment")["spec"]  # or each upgrade would undo the scaler's number
+    metrics: list[dict[str, Any]] = scaler["metrics"]
+    return metrics
+
+
+def test_routers_scale_by_queue_latency_and_cpu() -> None:
+    *pods, cpu = scales_by(targetTimeToFirstTokenMs=1500)
+    metrics = {item["pods"]["metric"]["name"]: item["pods"]["target"]["averageValue"] for item in pods}
+    assert metrics == {"outrider_num_requests_waiting": "8", "outrider_time_to_first_token_seconds_mean": "1500m"}
+    assert cpu["containerResource"]["container"] == container(render(None).router, "router")["name"]
+    assert cpu["containerResource"]["target"] == {"type": "Utilization", "averageUtilization": 80}
+    assert scales_by(customMetrics=False) == [cpu]
+    assert [item["type"] for item in scales_by(targetCPUUtilizationPercentage=0)] == ["Pods", "Pods"]
     assert render(None).all("HorizontalPodAutoscaler") == []
 
 
-def test_the_service_leads_to_the_routers() -> None:
-    rendered = render(None, {**HTTP, "metrics": {"enabled": True}})
+def test_services_lead_to_the_routers() -> None:
+    rendered = render(None)
     service = rendered.one("Service", "-router")["spec"]
     template = rendered.one("Deployment")["spec"]["template"]
     assert service["selector"].items() <= template["metadata"]["labels"].items()
-    ports = {port["name"] for port in container(template["spec"], "router")["ports"]}
-    assert {port["targetPort"] for port in service["ports"]} == ports == {"grpc", "http", "metrics"}
+    assert [(port["targetPort"], port["appProtocol"]) for port in service["ports"]] == [
+        ("grpc", "kubernetes.io/h2c"),
+        ("http", "http"),
+    ]
+    secure = render(None, TLS).one("Service", "-router")["spec"]
+    assert [port["appProtocol"] for port in secure["ports"]] == ["https", "https"]
+
+
+def test_metrics_are_behind_services_of_their_own() -> None:
+    """Clients may come from anywhere; nobody but the release and Prometheus is to read these."""
+    rendered = render(None, {"routerSpec": {"serviceType": "LoadBalancer"}})
+    for part, pod in (
+        ("router", rendered.one("Deployment")["spec"]["template"]),
+        ("supervisor", rendered.head["template"]),
+    ):
+        service = rendered.one("Service", f"-{part}-metrics")["spec"]
+        assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+        assert service["selector"].items() <= pod["metadata"]["labels"].items()
+        [port] = service["ports"]
+        named = [
+            p for box in pod["spec"]["containers"] for p in box.get("ports", []) if p["name"] == port["targetPort"]
+        ]
+        assert [each["containerPort"] for each in named] == [9090]
+    assert {port["name"] for port in rendered.one("Service", "-router")["spec"]["ports"]} == {"grpc", "http"}
+
+
+def test_only_routers_reach_the_port_of_the_group() -> None:
+    rules = render(None).one("NetworkPolicy", "-router")["spec"]["ingress"]
+    [rule] = [rule for rule in rules if {"port": 7071} in rule["ports"]]
+    assert rule["ports"] == [{"port": 7071}]
+    [peer] = rule["from"]
+    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
 
 
 # ---- Ray ----
@@ -302,20 +361,70 @@ def test_another_redis_is_named_in_its_place() -> None:
     external = {"host": "redis.data.svc", "database": 3, "username": "outrider"}
     values = {"redis": {"enabled": False, "port": 6390, "external": external, "auth": {"existingSecret": "mine"}}}
     rendered = render(None, values)
-    assert config_of(rendered).redis.url == "redis://outrider:secret@redis.data.svc:6390/3"
+    redis = config_of(rendered).redis
+    assert (redis.url, redis.username) == ("redis://redis.data.svc:6390/3", "outrider")
     assert rendered.all("StatefulSet") == rendered.all("Secret") == []
-    options = rendered.one("RayCluster")["spec"]["gcsFaultToleranceOptions"]
+    cluster = rendered.one("RayCluster")
+    options = cluster["spec"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "redis.data.svc:6390"
     assert options["redisUsername"] == {"value": "outrider"}
     assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "mine"
+    assert "annotations" not in cluster["metadata"]  # what Ray left there is to be cleaned
     policies = {item["metadata"]["name"] for item in rendered.all("NetworkPolicy")}
-    assert policies == {"demo-outrider-router", "demo-outrider-ray"}
+    assert policies == {"demo-outrider-router", "demo-outrider-ray", "demo-outrider-test"}
+
+
+def test_who_speaks_to_redis_has_its_password_as_a_file() -> None:
+    rendered = render(None, {"drafts": [{"name": "a", "model": "/m"}]})
+    folder, _, file = str(config_of(rendered).redis.password_file).rpartition("/")
+    holders = []
+    for title, pod in rendered.pods():
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
+        for box in pod["containers"]:
+            for mount in box.get("volumeMounts", []):
+                if mount["mountPath"] == folder:
+                    secret = volumes[mount["name"]]["secret"]
+                    assert secret["secretName"] == rendered.one("Secret")["metadata"]["name"]
+                    assert secret["items"] == [{"key": "password", "path": file}]
+                    holders.append(f"{title.rpartition('/')[2].split()[-1]} {box['name']}")
+    assert sorted(holders) == [
+        "demo-outrider-router router",
+        "draft-a ray-worker",
+        "head supervisor",
+        "target ray-worker",
+    ]
+
+
+def test_a_redis_over_tls_is_trusted_by_its_ca() -> None:
+    external = {"host": "r", "tls": {"enabled": True, "caSecretName": "ca", "caSecretKey": "root.pem"}}
+    rendered = render(None, {"redis": {"enabled": False, "external": external, "auth": {"existingSecret": "mine"}}})
+    redis = config_of(rendered).redis
+    assert (redis.url, redis.ca_certs) == ("rediss://r:6379/0", "/etc/outrider-redis-ca/ca.crt")
+    assert rendered.one("RayCluster")["spec"]["gcsFaultToleranceOptions"]["redisAddress"] == "rediss://r:6379"
+    head_pod = rendered.head["template"]["spec"]
+    pods = [rendered.router, head_pod, rendered.workers()["target"]["template"]["spec"]]
+    boxes = [box for pod in pods for box in pod["containers"]]
+    assert len(boxes) == 4
+    for box in boxes:
+        assert {mount["mountPath"] for mount in box["volumeMounts"]} >= {"/etc/outrider-redis-ca"}, box["name"]
+    for pod in pods:
+        [volume] = [volume for volume in pod["volumes"] if volume["name"] == "redis-ca"]
+        assert volume["secret"]["items"] == [{"key": "root.pem", "path": "ca.crt"}]
+    assert {"name": "RAY_REDIS_CA_CERT", "value": redis.ca_certs} in container(head_pod, "ray-head")["env"]
 
 
 def test_a_redis_without_a_password_is_asked_without_one() -> None:
     rendered = render(None, {"redis": {"enabled": False, "external": {"host": "r", "passwordRequired": False}}})
     assert config_of(rendered).redis.url == "redis://r:6379/0"
-    assert "OUTRIDER_REDIS_PASSWORD" not in json.dumps(rendered.objects)
+    assert config_of(rendered).redis.password_file is None
+    assert "password" not in json.dumps(rendered.objects).lower()
+
+
+def test_a_release_with_its_own_redis_goes_without_waiting_for_it() -> None:
+    """KubeRay would clean that Redis with a job that needs it, its secret and the service account, all gone by then."""
+    annotations = render(None).one("RayCluster")["metadata"]["annotations"]
+    assert annotations == {"ray.io/gcs-ft-deletion-timeout": "1"}
+    assert "annotations" not in render("cpu-trial").one("RayCluster")["metadata"]
 
 
 def test_the_small_redis_keeps_its_data_where_it_is_told_to() -> None:
@@ -342,8 +451,31 @@ def test_models_are_mounted_read_only_wherever_they_are_read(models: dict[str, A
     assert len(rendered.all("PersistentVolumeClaim")) == ("create" in models)
 
 
+def test_a_claim_for_one_node_takes_every_pod_there() -> None:
+    for profile, values in (
+        ("one-gpu", {}),
+        (None, {"models": {"existingClaim": "m", "accessModes": ["ReadWriteOnce"]}}),
+    ):
+        rendered = render(profile, values)
+        target = rendered.workers()["target"]["template"]
+        assert "affinity" not in target["spec"]
+        for pod in (rendered.router, rendered.head["template"]["spec"]):
+            [rule] = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+            assert rule["topologyKey"] == "kubernetes.io/hostname"
+            assert rule["labelSelector"]["matchLabels"].items() <= target["metadata"]["labels"].items()
+    assert "affinity" not in render("many-nodes").router
+
+
+@pytest.mark.parametrize("profile", ["one-gpu", "one-node-8-gpus"])
+def test_where_all_pods_share_a_node_all_pass_its_taints(profile: str) -> None:
+    rendered = render(profile)
+    tolerations = rendered.workers()["target"]["template"]["spec"].get("tolerations", [])
+    for pod in (rendered.router, rendered.head["template"]["spec"]):
+        assert pod.get("tolerations", []) == tolerations
+
+
 def test_cert_manager_makes_the_key_pair() -> None:
-    values = {**HTTP, "tls": {"enabled": True, "certManager": {"issuerName": "ca", "dnsNames": ["llm.example.org"]}}}
+    values = {"tls": {"enabled": True, "certManager": {"issuerName": "ca", "dnsNames": ["llm.example.org"]}}}
     rendered = render(None, values)
     certificate = rendered.one("Certificate")["spec"]
     assert certificate["issuerRef"] == {"name": "ca", "kind": "Issuer", "group": "cert-manager.io"}
@@ -357,7 +489,6 @@ def test_cert_manager_makes_the_key_pair() -> None:
 
 MONITORED: dict[str, Any] = {
     "metrics": {
-        "enabled": True,
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
         "dashboards": {"enabled": True},
@@ -365,13 +496,20 @@ MONITORED: dict[str, Any] = {
 }
 
 
-def test_prometheus_finds_the_routers() -> None:
+@pytest.mark.parametrize("part", ["router", "supervisor"])
+def test_prometheus_finds_routers_and_supervisor(part: str) -> None:
     rendered = render(None, MONITORED)
-    monitor = rendered.one("ServiceMonitor")
-    service = rendered.one("Service", "-router")
+    monitor = rendered.one("ServiceMonitor", f"-{part}")
+    services = [
+        item
+        for item in rendered.all("Service")
+        if monitor["spec"]["selector"]["matchLabels"].items() <= item["metadata"]["labels"].items()
+    ]
+    assert [item["metadata"]["name"] for item in services] == [f"demo-outrider-{part}-metrics"]
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert monitor["spec"]["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
+    [endpoint] = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in [port["name"] for port in services[0]["spec"]["ports"]]
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": f"demo-outrider-{part}"}]
 
 
 def queries() -> list[str]:
@@ -425,6 +563,52 @@ def test_helm_test_asks_the_service() -> None:
     pod = rendered.one("Pod")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     box = container(pod["spec"], "generate")
-    address = next(item["value"] for item in box["env"] if item["name"] == "OUTRIDER_ADDRESS")
-    assert address == "demo-outrider-router:7070"
-    assert "--address=$(OUTRIDER_ADDRESS)" in box["args"]
+    environment = {item["name"]: item["value"] for item in box["env"]}
+    service = rendered.one("Service", "-router")
+    port = next(port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc")
+    assert environment["OUTRIDER_ADDRESS"] == f"{service['metadata']['name']}:{port}"
+    assert "OUTRIDER_CA_CERTS" not in environment
+
+
+def test_helm_test_has_a_key_and_the_ca() -> None:
+    rendered = render(None, {**TLS, "routerSpec": {"apiKey": {"existingSecret": "keys"}}})
+    pod = rendered.one("Pod")["spec"]
+    box = container(pod, "generate")
+    mounts = {mount["mountPath"]: mount["name"] for mount in box["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    ca = next(item["value"] for item in box["env"] if item["name"] == "OUTRIDER_CA_CERTS")
+    folder, _, file = ca.rpartition("/")
+    # The CA and no private key.
+    assert volumes[mounts[folder]]["secret"]["items"] == [{"key": "ca.crt", "path": file}]
+    assert volumes[mounts["/etc/outrider-api-keys"]]["secret"]["secretName"] == "keys"
+    refused = {"tls": {**TLS["tls"], "requireClientCertificate": True}}
+    assert render(None, refused).all("Pod") == []
+
+
+# ---- notes ----
+
+
+def notes(values: dict[str, Any]) -> str:
+    words = ["--set-json", f"target={json.dumps({'model': '/models/big'})}"]
+    for key, value in values.items():
+        words += ["--set-json", f"{key}={json.dumps(value)}"]
+    done = run_helm("install", "demo", str(CHART), "-n", "llm", "--dry-run=client", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:\n")[2]
+
+
+def test_the_notes_have_a_first_request_that_is_right() -> None:
+    text = notes({})
+    assert "curl http://localhost:8000/v1/completions" in text
+    assert '"model": "big"' in text
+    assert "outrider generate --address localhost:7070 -p 'The with statement'" in text
+    assert "helm test demo -n llm --logs" in text
+    assert "delete raycluster" not in text
+    text = notes({**TLS, "routerSpec": {"apiKey": {"existingSecret": "keys"}, "http": {"servedModelName": ["m"]}}})
+    assert "curl --cacert ca.crt https://localhost:8000/v1/completions" in text
+    assert '-H "Authorization: Bearer $OUTRIDER_API_KEY"' in text
+    assert '"model": "m"' in text
+    assert "--ca-certs ca.crt" in text
+    assert "get secret pair -o jsonpath='{.data.ca\\.crt}'" in text
+    text = notes({"redis": {"enabled": False, "external": {"host": "r"}, "auth": {"existingSecret": "mine"}}})
+    assert "kubectl -n llm delete raycluster demo-outrider" in text
