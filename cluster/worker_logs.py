@@ -15,6 +15,7 @@ from typing import Any
 log = logging.getLogger("outrider.cluster.workers")
 
 HANDLER = "ray_print_logs"  # Ray's own, which it removes when it shuts down
+AUTOSCALER = "autoscaler"  # in place of a number
 
 
 def forward_as_json() -> None:
@@ -26,7 +27,10 @@ def forward_as_json() -> None:
 
 
 def forward(batch: Mapping[str, Any]) -> None:
-    """Lines that one process wrote, as Ray describes them."""
+    """Lines that one process wrote, as Ray describes them. The table that Ray's autoscaler prints every few seconds, and
+    that Ray's own way of printing leaves out too, is dropped."""
+    if batch.get("pid") == AUTOSCALER:
+        return
     for line in batch.get("lines", ()):
         if is_object(line):
             print(line, file=sys.stderr, flush=True)

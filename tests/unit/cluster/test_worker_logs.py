@@ -35,6 +35,12 @@ def test_objects_pass_and_other_lines_become_some(
     assert {(record.worker_pid, record.actor) for record in caplog.records} == {(7, "Draft")}  # type: ignore[attr-defined]
 
 
+def test_the_table_of_rays_autoscaler_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    forward({"lines": ["======== Autoscaler status ========"], "pid": "autoscaler", "ip": "10.0.0.1"})
+    assert caplog.records == []
+
+
 def test_rays_own_way_of_printing_is_replaced() -> None:
     """Planted where Ray has it; it names the workers in front of every line."""
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
