@@ -27,8 +27,10 @@ def forward_as_json() -> None:
 
 
 def forward(batch: Mapping[str, Any]) -> None:
-    """Lines that one process wrote, as Ray describes them. The table that Ray's autoscaler prints every few seconds, and
-    that Ray's own way of printing leaves out too, is dropped."""
+    """Lines that one process wrote, as Ray describes them.
+
+    The table that Ray's autoscaler prints every few seconds is dropped, as Ray's own way of printing does it too.
+    """
     if batch.get("pid") == AUTOSCALER:
         return
     for line in batch.get("lines", ()):
