@@ -13,9 +13,10 @@ import uuid
 from pathlib import Path
 
 from outrider.cluster.config import ClusterConfig, load_config
-from outrider.cluster.telemetry import log_settings
+from outrider.cluster.telemetry import log_settings, trace_settings
 from outrider.core.errors import OutriderError
 from outrider.core.logs import LEVELS, Process, configure
+from outrider.core.tracing import Tracing, connect
 from outrider.router.server import RouterServer
 
 log = logging.getLogger("outrider.router")
@@ -43,9 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(arguments.file)
         logs = log_settings(config, arguments.log_level)
-        configure(logs, Process("router", router_id, config.cluster))
+        process = Process("router", router_id, config.cluster)
+        configure(logs, process)
         log_format = logs.format
-        asyncio.run(serve(config, arguments.redis, router_id, arguments.grace))
+        traces = trace_settings(config)
+        tracing = connect(traces, process) if traces is not None else None
+        try:
+            asyncio.run(serve(config, arguments.redis, router_id, arguments.grace, tracing))
+        finally:
+            if tracing is not None:
+                tracing.close()
     except OutriderError as error:
         if log_format == "json":
             log.error("%s", error)
@@ -55,9 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-async def serve(config: ClusterConfig, redis_url: str, router_id: str, grace_s: float) -> None:
+async def serve(
+    config: ClusterConfig, redis_url: str, router_id: str, grace_s: float, tracing: Tracing | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Raises ``ConfigError`` or ``Unavailable`` if it cannot start."""
-    server = RouterServer(config, redis_url, router_id=router_id)
+    server = RouterServer(config, redis_url, router_id=router_id, tracing=tracing)
     asked_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

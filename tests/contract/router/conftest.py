@@ -17,6 +17,7 @@ from outrider.client import AsyncClient
 from outrider.cluster.config import ClusterConfig, parse_config
 from outrider.cluster.redis_server import RedisServer
 from outrider.cluster.registry import Registry
+from outrider.core.tracing import Tracing
 from outrider.router.frontend import Frontend
 from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group import GroupSettings
@@ -92,10 +93,17 @@ class World:
         return draft
 
     async def router(
-        self, *, wait: bool = True, times: GroupSettings = TIMES, router_id: str = "router-0", **changes: Any
+        self,
+        *,
+        wait: bool = True,
+        times: GroupSettings = TIMES,
+        router_id: str = "router-0",
+        tracing: Tracing | None = None,
+        **changes: Any,
     ) -> RouterServer:
         """A running router, attached to the target unless ``wait`` is False."""
-        server = RouterServer(self.config(**changes), self.redis_url, router_id=router_id, settings=times)
+        config = self.config(**changes)
+        server = RouterServer(config, self.redis_url, router_id=router_id, settings=times, tracing=tracing)
         await self.stack.enter_async_context(server)
         if wait:
             await until(lambda: server.group.is_attached, "the router attaches")
