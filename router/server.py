@@ -21,6 +21,7 @@ from outrider.core.errors import ConfigError, Unavailable
 from outrider.core.sampling import Verifier
 from outrider.core.tracing import Tracing
 from outrider.metrics.declared import text
+from outrider.router.access import AccessInterceptor, AccessLog
 from outrider.router.admin import AdminServicer, describe
 from outrider.router.certificates import Certificates
 from outrider.router.frontend import Frontend
@@ -135,7 +136,7 @@ class RouterServer:
     async def start(self) -> None:
         """Listen and begin to look for the target. Raises ``Unavailable`` (Redis) or ``ConfigError`` (port taken)."""
         await self._registry.check()
-        interceptors = (KeyInterceptor(self._keys),) if self._keys is not None else ()
+        interceptors = (AccessInterceptor(), *((KeyInterceptor(self._keys),) if self._keys is not None else ()))
         self._server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._frontend, self._server)
         if self._http is not None:
@@ -239,7 +240,7 @@ class RouterServer:
             metrics=lambda: text(self._metrics),
             keys=self._keys,
         )
-        return HttpDoor(router, make_app(served), self._certificates)
+        return HttpDoor(router, AccessLog(make_app(served)), self._certificates)
 
     def _metrics_listener(self) -> MetricsListener | None:
         from outrider.metrics.listener import MetricsListener
