@@ -19,6 +19,7 @@ from outrider.core.proposal import Proposal
 from outrider.workers.draft import messages, sessions
 from outrider.workers.draft.messages import Address, Event, EvictionReason, NeedTokens
 from outrider.workers.draft.sessions import DraftSession
+from outrider.workers.draft.times import DraftTimes
 from outrider.workers.drafters.base import Drafted, Drafter, DraftRows, Draw
 from outrider.workers.matchers import MatcherMaker
 
@@ -59,6 +60,7 @@ class Batcher:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.step_ms: deque[float] = deque(maxlen=512)
+        self.times = DraftTimes()
         self._drafter = drafter
         self._max_rows = max_num_batched_tokens
         self._catch_up_rows = catch_up_rows
@@ -178,8 +180,10 @@ class Batcher:
             session.last_step = self.num_steps
             self._take(session, rows, result)
         self.num_steps += 1
-        self.step_ms.append(1e3 * (self._clock() - started))
-        return sum(len(rows.tokens) for _, rows in planned)
+        seconds, num_rows = self._clock() - started, sum(len(rows.tokens) for _, rows in planned)
+        self.step_ms.append(1e3 * seconds)
+        self.times.stepped(seconds, num_rows)
+        return num_rows
 
     def _plan(self) -> list[tuple[DraftSession, DraftRows]]:
         waiting = [session for session in self.sessions.values() if self._missing(session) > 0]
@@ -254,8 +258,9 @@ class Batcher:
             return
         self.num_proposals += 1
         self.num_draft_tokens += length
-        draft_ms = 1e3 * (self._clock() - session.committed_at)
-        proposal = sessions.make_proposal(session, self.num_proposals, length, self._drafter.name, draft_ms)
+        draft_s = self._clock() - session.committed_at
+        self.times.proposal.observe(draft_s)
+        proposal = sessions.make_proposal(session, self.num_proposals, length, self._drafter.name, 1e3 * draft_s)
         self._events.append(Event(session.address, proposal))
         if session.traceparent and self._on_traced_proposal is not None:
             self._on_traced_proposal(session, proposal)
@@ -293,10 +298,12 @@ class Batcher:
         logger.warning("session %d of stream %d cannot be served: %s", address.session_id, address.stream, why)
         if address.key in self.sessions:
             self._drop(self.sessions[address.key])
+        self.times.evicted(EvictionReason.UNSPECIFIED)
         self._events.append(Event(address, EvictionReason.UNSPECIFIED))
 
     def _evict(self, session: DraftSession, reason: EvictionReason) -> None:
         self._drop(session)
+        self.times.evicted(reason)
         self._events.append(Event(session.address, reason))
 
     def _drop(self, session: DraftSession) -> None:

@@ -18,6 +18,7 @@ from outrider.workers.draft.batcher import Batcher
 from outrider.workers.draft.compute import ComputeThread, DraftStats
 from outrider.workers.draft.server import DraftServer, DraftServicer
 from outrider.workers.draft.sessions import DraftSession
+from outrider.workers.draft.times import DraftTimes
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class DraftWorker:
         self._redis_url = redis_url
         self._tracing = tracing
         self._compute: ComputeThread | None = None
+        self._times = DraftTimes()
         self._server: DraftServer | None = None
         self._heartbeat: Any = None
         self._stopped = False
@@ -91,6 +93,7 @@ class DraftWorker:
         )
         servicer = DraftServicer(hello)
         server = DraftServer(servicer)
+        self._times = batcher.times
         compute = ComputeThread(batcher, deliver=server.deliver, on_failure=server.fail)
         servicer.compute = compute
         node = self.node()
@@ -132,6 +135,16 @@ class DraftWorker:
         elif compute.failure is not None:
             facts.update(state="failed", error=compute.failure)
         return facts
+
+    def metrics(self) -> str:
+        """In Prometheus' text format; never waits for a step."""
+        from outrider.metrics.declared import registry, text
+        from outrider.workers.draft.metrics import draft_families
+
+        compute = self._compute
+        stats = DraftStats() if compute is None else compute.stats
+        families = draft_families(stats, self._times, failed=compute is not None and compute.failure is not None)
+        return text(registry("draft", lambda: families))
 
     def stop(self) -> None:
         """Leave the registry, tell the schedulers (Evicted with SHUTDOWN), end the streams and the threads."""

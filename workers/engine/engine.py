@@ -122,6 +122,11 @@ class Engine:
         """local_logits [n, local_vocab_size] -> [n, vocab_size] float32, the same on every rank."""
         return self._head.gather(local_logits)
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Memory of this rank's keys and values."""
+        return sum(tensor.nbytes for tensor in (*self._cache.keys, *self._cache.values))
+
     def read_kv(self, block_table: Sequence[int], length: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of the first ``length`` positions, per layer, each [length, local_kv_heads, head_dim]."""
         return self._cache.read(block_table, length)

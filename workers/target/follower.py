@@ -12,6 +12,7 @@ from outrider.workers.target.channel import ChannelClosed, PlanChannel
 from outrider.workers.target.codec import MessageKind, decode
 from outrider.workers.target.spans import record_step
 from outrider.workers.target.step import RankStep, check_digest
+from outrider.workers.target.times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class Follower:
         failure: why this rank cannot go on, or None. Once set it stays.
         stopped: whether the leader ended the group in peace.
         steps: plans that were executed.
+        times: what their parts took.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Follower:
         self.failure: str | None = None
         self.stopped = False
         self.steps = 0
+        self.times = StepTimes()
 
     def start(self) -> None:
         self._thread.start()
@@ -90,10 +93,15 @@ class Follower:
             started = time.perf_counter()
             admission = self._step.admit(message.plan)
             check_digest(self._rank, admission.digest, message.digest)
-            self._step.exchange(admission, self._step.forward(admission))
+            planned = time.perf_counter()
+            computed = self._step.forward(admission)
+            forwarded = time.perf_counter()
+            self._step.exchange(admission, computed)
+            ended = time.perf_counter()
             self.steps += 1
+            self.times.took(planned - started, forwarded - planned, ended - forwarded, admission.digest.num_rows)
             if self._tracing is not None and message.plan.traces:
-                record_step(self._tracing, message.plan, self._rank, time.perf_counter() - started)
+                record_step(self._tracing, message.plan, self._rank, ended - started)
         elif message.kind is MessageKind.RESET:
             self._step.table.clear()
         elif message.kind is MessageKind.STOP:

@@ -25,6 +25,7 @@ from outrider.workers.target.codec import Message, MessageKind, encode
 from outrider.workers.target.decide import decide
 from outrider.workers.target.spans import record_step
 from outrider.workers.target.step import Admission, RankStep, check_reports
+from outrider.workers.target.times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Leader:
     Attributes:
         failure: why the group cannot go on, or None. Once set it stays.
         steps: plans that were executed.
+        times: what their parts took.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Leader:
         self._thread = threading.Thread(target=self._run, name="target-leader", daemon=True)
         self.failure: str | None = None
         self.steps = 0
+        self.times = StepTimes()
 
     def start(self) -> None:
         self._thread.start()
@@ -201,6 +204,8 @@ class Leader:
             sequences = tuple(dropped.get(s.seq_id) or next(decided_ones) for s in wanted.sequences)
         self._idle_since = decided = time.perf_counter()
         self.steps += 1
+        num_rows = admission.digest.num_rows
+        self.times.took(planned - received, forwarded - planned, decided - forwarded, num_rows)
         return StepResult(
             epoch=plan.epoch,
             step=plan.step,

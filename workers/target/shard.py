@@ -30,6 +30,7 @@ from outrider.workers.target.liveness import Liveness
 from outrider.workers.target.server import TargetServer
 from outrider.workers.target.state import SequenceTable
 from outrider.workers.target.step import RankStep
+from outrider.workers.target.times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,22 @@ class TargetShard:
         if worker.failure is not None:
             return {**facts, "state": "failed", "message": worker.failure}
         return {**facts, "state": "ready", "sequences": len(self._step.table) if self._step else 0}
+
+    def metrics(self) -> str:
+        """In Prometheus' text format; never waits for a step."""
+        from outrider.metrics.declared import registry, text
+        from outrider.workers.target.metrics import rank_families
+
+        worker = self._leader or self._follower
+        families = rank_families(
+            epoch=self._epoch,
+            failed=worker is not None and worker.failure is not None,
+            steps=worker.steps if worker is not None else 0,
+            sequences=len(self._step.table) if self._step is not None else 0,
+            kv_cache_bytes=self._engine.kv_cache_bytes if self._engine is not None else 0,
+            times=worker.times if worker is not None else StepTimes(),
+        )
+        return text(registry("target", lambda: families))
 
     def stop(self) -> None:
         """Leave the registry, end the stream, the threads and the group. Safe to call twice; never blocks for long."""
