@@ -14,13 +14,8 @@ constexpr int64_t kTileInputsInt8 = 64;  // int8
 // cache, a core reads 10 to 20 % less in the same time.
 constexpr int64_t kAhead = 32768;
 
-// Where a panel has the weight of input k and output o: tile by tile, as they are read, each of sixteen outputs. A line of a
-// tile has two bfloat16 or four int8 of each output.
-inline int64_t place_bfloat16(int64_t k, int64_t o) {
-  const int64_t tile = k / kTileInputs * (kPanel / 16) + o / 16;
-  return tile * 512 + k % kTileInputs / 2 * 32 + o % 16 * 2 + k % 2;
-}
-
+// Where a panel of int8 weights has that of input k and output o: tile by tile, as they are read, each of sixteen outputs. A
+// line of a tile has four inputs of each output.
 inline int64_t place_int8(int64_t k, int64_t o) {
   const int64_t tile = k / kTileInputsInt8 * (kPanel / 16) + o / 16;
   return tile * 1024 + k % kTileInputsInt8 / 4 * 64 + o % 16 * 4 + k % 4;
@@ -33,11 +28,13 @@ inline bool granted() {
   return answer;
 }
 
-TARGET inline void configure(int64_t rows) {
+// Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights. Tiles 2, 3 and 5 have `more` rows, those of a second block.
+TARGET inline void configure(int64_t rows, int64_t more) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
+    const bool is_second = tile == 2 || tile == 3 || tile == 5;
     config.bytes[tile] = 64;
-    config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : kTileRows);
+    config.rows[tile] = static_cast<uint8_t>(tile >= 6 ? kTileRows : is_second ? more : rows);
   }
   asm volatile("" : : "r"(&config) : "memory");  // GCC's intrinsic claims to read eight bytes only
   _tile_loadconfig(&config);
@@ -45,55 +42,10 @@ TARGET inline void configure(int64_t rows) {
 
 TARGET inline void release() { _tile_release(); }
 
-// Asks for the 2 KiB that are multiplied later.
-TARGET inline void ask_ahead(const void* weights) {
-  for (int64_t byte = 0; byte < 2048; byte += 64)
+// Asks for bytes that are multiplied later.
+TARGET inline void ask_ahead(const void* weights, int64_t bytes) {
+  for (int64_t byte = 0; byte < bytes; byte += 64)
     _mm_prefetch(static_cast<const char*>(weights) + kAhead + byte, _MM_HINT_T1);
-}
-
-// x [count], a multiple of 16, as the sum of two bfloat16. Together they keep 16 bits of the mantissa: the weights have 8,
-// so what is lost is far below what they lost already. A high part that is no finite number has no rest.
-TARGET inline void split(const float* x, int64_t count, uint16_t* high, uint16_t* low) {
-  constexpr int kNanOrInfinite = 0x99;
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m512 value = _mm512_loadu_ps(x + i);
-    const __m256i first = (__m256i)_mm512_cvtneps_pbh(value);
-    const __m512 back = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(first), 16));
-    const __mmask16 finite = static_cast<__mmask16>(~_mm512_fpclass_ps_mask(back, kNanOrInfinite));
-    const __m256i rest = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_sub_ps(finite, value, back));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + i), first);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + i), rest);
-  }
-}
-
-// One panel for up to kTileRows rows. The products of either part of the inputs have sums of their own, which are added at
-// the end. Tiles 0, 1: sums of the high parts; 2, 3: of the low ones; 4, 5: inputs; 6, 7: weights. acc: [rows][kPanel].
-TARGET inline void product_panel(
-    const uint16_t* weights, const uint16_t* high, const uint16_t* low, int64_t stride, int64_t count, int64_t rows,
-    float* acc) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t k = 0; k < count; k += kTileInputs) {
-    ask_ahead(weights + k * kPanel);
-    _tile_loadd(6, weights + k * kPanel, 64);
-    _tile_loadd(7, weights + k * kPanel + 512, 64);
-    _tile_loadd(4, high + k, 2 * stride);
-    _tile_loadd(5, low + k, 2 * stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  alignas(64) float low_sums[kTileRows * kPanel];
-  _tile_stored(0, acc, 4 * kPanel);
-  _tile_stored(1, acc + 16, 4 * kPanel);
-  _tile_stored(2, low_sums, 4 * kPanel);
-  _tile_stored(3, low_sums + 16, 4 * kPanel);
-  asm volatile("" : : "r"(acc), "r"(low_sums) : "memory");
-  for (int64_t i = 0; i < rows * kPanel; i += 16)
-    _mm512_storeu_ps(acc + i, _mm512_add_ps(_mm512_loadu_ps(acc + i), _mm512_load_ps(low_sums + i)));
 }
 
 // int8 weights meet rows of three digits, which lie in tiles as three rows: so five rows take one tile, and a few cost no
@@ -139,7 +91,7 @@ TARGET inline void digit_sums(
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < count; k += kTileInputsInt8) {
-      if (t == 0) ask_ahead(weights + k * kPanel);
+      if (t == 0) ask_ahead(weights + k * kPanel, kTileInputsInt8 * kPanel);
       _tile_loadd(6, weights + k * kPanel, 64);
       _tile_loadd(7, weights + k * kPanel + 1024, 64);
       _tile_loadd(4, first + k, stride);

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -60,6 +61,7 @@ namespace avx2 {
 namespace amx {
 #define TARGET __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")))
 #include "amx.h"
+#include "units.h"
 #undef TARGET
 }  // namespace amx
 
@@ -71,6 +73,8 @@ Isa parse(const std::string& name) {
   return Isa::kAmx;
 }
 
+#include "pages.h"
+#include "unit_product.h"
 #include "product.h"
 
 // The instruction sets that this machine has, best last.
@@ -109,11 +113,18 @@ torch::Tensor linear(
     int64_t group, const std::optional<torch::Tensor>& bias, const std::string& isa) {
   check_rows(x);
   const int64_t n = x.size(0), panels = (out + kPanel - 1) / kPanel;
-  TORCH_CHECK(x.dim() == 2 && packed.numel() == panels * kPanel * x.size(1), "x does not fit the weights");
+  TORCH_CHECK(x.dim() == 2, "x is no matrix");
+  const bool in_units = packed.scalar_type() == torch::kByte;
+  const bool fits = in_units ? Units(packed).fits(x.size(1), panels) : packed.numel() == panels * kPanel * x.size(1);
+  TORCH_CHECK(fits, "x does not fit the weights");
   TORCH_CHECK((packed.scalar_type() == torch::kInt8) == scales.has_value(), "int8 weights have scales, others none");
   const float *scale = data_or_null(scales), *add = data_or_null(bias);
   const Isa set = parse(isa);
   if (n == 0) return torch::empty({n, out}, x.options());
+  if (in_units) {
+    TORCH_CHECK(set == Isa::kAmx, "units of weights are for amx");
+    return product_of(UnitProduct(x, packed), x, out, add);
+  }
   if (scale && tiles_take(set, true, x.size(1), group))
     return product_of(DigitProduct(x, packed, out, scale, group), x, out, add);
   return product_of(Product(x, packed, out, scale, group, set), x, out, add);

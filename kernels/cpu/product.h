@@ -8,23 +8,8 @@ inline bool tiles_take(Isa isa, bool is_int8, int64_t in, int64_t group) {
   return in % amx::kTileInputsInt8 == 0 && (group >= in || group % amx::kTileInputsInt8 == 0);
 }
 
-// [size] zeros on huge pages, where the system gives some: a pass reads all weights once, and with pages of 4 KiB a core looks
-// for addresses a fifth of the time.
-inline torch::Tensor zeros_on_huge_pages(int64_t size, const torch::TensorOptions& options) {
-  constexpr size_t kHugePage = size_t{1} << 21;
-  const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
-  if (bytes < kHugePage) return torch::zeros({size}, options);
-  // Memory of its own: what the heap had before is in small pages already. Fresh pages are zero.
-  const size_t room = bytes + 2 * kHugePage;
-  void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return torch::zeros({size}, options);
-  madvise(mapped, room, MADV_HUGEPAGE);  // a refusal costs time only
-  const uintptr_t aligned = (reinterpret_cast<uintptr_t>(mapped) + kHugePage - 1) / kHugePage * kHugePage;
-  const auto release = [mapped, room](void*) { munmap(mapped, room); };
-  return torch::from_blob(reinterpret_cast<void*>(aligned), {size}, release, options);
-}
-
-// weight [out, in] bfloat16 (in even), or int8 with scales for `group` inputs -> [panels * kPanel * in] of the same type.
+// weight [out, in] bfloat16 (in even), or int8 with scales for `group` inputs -> [panels * kPanel * in] of the same type, or
+// units (see units.h) where tiles take bfloat16.
 inline torch::Tensor pack(const torch::Tensor& weight, int64_t group, const std::string& isa) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be a contiguous matrix");
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + kPanel - 1) / kPanel;
@@ -32,6 +17,7 @@ inline torch::Tensor pack(const torch::Tensor& weight, int64_t group, const std:
   TORCH_CHECK(is_int8 || weight.scalar_type() == torch::kBFloat16, "weight must be bfloat16 or int8");
   TORCH_CHECK(is_int8 || in % 2 == 0, "weight has an odd number of inputs");
   const bool tiled = tiles_take(parse(isa), is_int8, in, group);
+  if (tiled && !is_int8) return pack_units(weight);
   auto packed = zeros_on_huge_pages(panels * kPanel * in, weight.options());
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
@@ -45,8 +31,7 @@ inline torch::Tensor pack(const torch::Tensor& weight, int64_t group, const std:
         const uint16_t* from = reinterpret_cast<const uint16_t*>(weight.data_ptr<at::BFloat16>()) + first;
         uint16_t* to = reinterpret_cast<uint16_t*>(packed.data_ptr<at::BFloat16>()) + first;
         for (int64_t o = 0; o < width; ++o)
-          for (int64_t k = 0; k < in; ++k)
-            to[tiled ? amx::place_bfloat16(k, o) : k / 2 * 2 * kPanel + 2 * o + k % 2] = from[o * in + k];
+          for (int64_t k = 0; k < in; ++k) to[k / 2 * 2 * kPanel + 2 * o + k % 2] = from[o * in + k];
       }
     }
   });
@@ -65,21 +50,11 @@ class Product {
         group_(scales ? group : in_),
         is_int8_(packed.scalar_type() == torch::kInt8),
         weights_(static_cast<const char*>(packed.data_ptr())),
-        isa_(isa) {
-    if (isa_ == Isa::kAmx && (is_int8_ || !tiles_take(isa_, false, in_, in_))) isa_ = Isa::kAvx512;
-    if (isa_ == Isa::kAmx) {
-      high_.resize(n_ * in_);
-      low_.resize(n_ * in_);
-      at::parallel_for(0, n_, std::max<int64_t>(1, 65536 / in_), [&](int64_t begin, int64_t end) {
-        amx::split(x_ + begin * in_, (end - begin) * in_, high_.data() + begin * in_, low_.data() + begin * in_);
-      });
-    }
-  }
+        is_wide_(isa != Isa::kAvx2) {}
 
   // Buffers of one thread.
   struct Scratch {
     std::vector<float> sums, total;
-    int64_t configured = 0;
   };
 
   Scratch scratch() const {
@@ -105,29 +80,22 @@ class Product {
     return s.total.data();
   }
 
-  void finish(const Scratch& s) const {
-    if (s.configured) amx::release();
+  // write(p, sums [n][kPanel]) for each of the panels.
+  template <typename Write>
+  void each(int64_t begin, int64_t end, Scratch& s, const Write& write) const {
+    for (int64_t p = begin; p < end; ++p) write(p, panel(p, s));
   }
+
+  void finish(const Scratch&) const {}
 
  private:
   // Sums over `count` inputs from `first` on, into s.sums.
   void part(int64_t p, int64_t first, int64_t count, Scratch& s) const {
     const int64_t width = is_int8_ ? 1 : 2;
     const char* weights = weights_ + (p * kPanel * in_ + first * kPanel) * width;
-    if (isa_ == Isa::kAmx) {
-      for (int64_t r = 0; r < n_; r += amx::kTileRows) {
-        const int64_t rows = std::min(amx::kTileRows, n_ - r), from = r * in_ + first;
-        if (rows != s.configured) amx::configure(s.configured = rows);
-        amx::product_panel(
-            reinterpret_cast<const uint16_t*>(weights), high_.data() + from, low_.data() + from, in_, count, rows,
-            s.sums.data() + r * kPanel);
-      }
-      return;
-    }
     std::fill(s.sums.begin(), s.sums.end(), 0.f);
-    const bool wide = isa_ == Isa::kAvx512;
-    const auto product = is_int8_ ? (wide ? avx512::product_panel<true> : avx2::product_panel<true>)
-                                  : (wide ? avx512::product_panel<false> : avx2::product_panel<false>);
+    const auto product = is_int8_ ? (is_wide_ ? avx512::product_panel<true> : avx2::product_panel<true>)
+                                  : (is_wide_ ? avx512::product_panel<false> : avx2::product_panel<false>);
     for (int64_t k = 0; k < count; k += kBlock)
       product(weights + k * kPanel * width, x_ + first + k, in_, n_, std::min(kBlock, count - k), s.sums.data());
   }
@@ -138,8 +106,7 @@ class Product {
   int64_t group_;
   bool is_int8_;
   const char* weights_;
-  Isa isa_;
-  std::vector<uint16_t> high_, low_;
+  bool is_wide_;
 };
 
 // Products with int8 weights on tiles: rows as three digits, exact sums over up to kPart inputs that share two scales.
@@ -174,7 +141,7 @@ class DigitProduct {
   };
 
   Scratch scratch() const {
-    amx::configure(amx::kTileRows);
+    amx::configure(amx::kTileRows, amx::kTileRows);
     return {std::vector<float>(n_ * kPanel), std::vector<int32_t>(num_tiles_ * amx::kTileRows * kPanel)};
   }
 
@@ -191,6 +158,12 @@ class DigitProduct {
       amx::add_scaled(s.sums.data(), row_scales_.data() + i, parts_.size(), scales, n_, s.total.data());
     }
     return s.total.data();
+  }
+
+  // write(p, sums [n][kPanel]) for each of the panels.
+  template <typename Write>
+  void each(int64_t begin, int64_t end, Scratch& s, const Write& write) const {
+    for (int64_t p = begin; p < end; ++p) write(p, panel(p, s));
   }
 
   void finish(const Scratch&) const { amx::release(); }
@@ -210,21 +183,43 @@ class DigitProduct {
   std::vector<float> row_scales_;  // [n][parts]
 };
 
+// Panels for threads that ask: each takes half of an even share of what is left. With fixed shares all would wait for one that
+// other work on this machine keeps from running.
+class Panels {
+ public:
+  Panels(int64_t count, int64_t num_threads) : count_(count), num_threads_(num_threads) {}
+
+  bool take(int64_t& begin, int64_t& end) {
+    begin = next_.load(std::memory_order_relaxed);
+    do {
+      if (begin >= count_) return false;
+      end = begin + std::max<int64_t>(1, (count_ - begin) / (2 * num_threads_));
+    } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+    return true;
+  }
+
+ private:
+  int64_t count_, num_threads_;
+  std::atomic<int64_t> next_{0};
+};
+
 // x [n, in] -> [n, out]; add [out] or null
 template <typename P>
 torch::Tensor product_of(const P& product, const torch::Tensor& x, int64_t out, const float* add) {
   const int64_t n = x.size(0), panels = (out + kPanel - 1) / kPanel;
   auto result = torch::empty({n, out}, x.options());
   float* y = result.template data_ptr<float>();
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), panels);
+  Panels left(panels, num_threads);
+  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
     auto scratch = product.scratch();
-    for (int64_t p = begin; p < end; ++p) {
-      const float* sums = product.panel(p, scratch);
+    const auto write = [&](int64_t p, const float* sums) {
       const int64_t first = p * kPanel, columns = std::min(kPanel, out - first);
       for (int64_t r = 0; r < n; ++r)
         for (int64_t o = 0; o < columns; ++o)
           y[r * out + first + o] = add ? sums[r * kPanel + o] + add[first + o] : sums[r * kPanel + o];
-    }
+    };
+    for (int64_t begin, end; left.take(begin, end);) product.each(begin, end, scratch, write);
     product.finish(scratch);
   });
   return result;

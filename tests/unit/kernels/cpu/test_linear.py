@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.kernels.cpu import Kernels, Weights, plain, quantize_int8, round_to_bfloat16
+from outrider.kernels.cpu import Kernels, Weights, load_kernels, plain, quantize_int8, round_to_bfloat16
 
 SHAPES = [(100, 64), (33, 34), (896, 1536), (1536, 960), (40, 2240)]
 FORMATS = {
@@ -67,6 +67,62 @@ def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels) -> None:
         assert torch.equal(found[well], expected[well])
         assert bool(found[3].isnan().all())
         assert not bool(found[6].isfinite().any())
+
+
+def spread(exponents: int, shape: tuple[int, int]) -> torch.Tensor:
+    """Numbers of so many powers of two, every mantissa, both signs."""
+    scale = torch.randint(0, exponents, shape)
+    return torch.ldexp((1 + torch.rand(shape)) * torch.randn(shape).sign(), -scale)
+
+
+# AMX keeps 32 inputs of 32 outputs in less than two bytes each where their exponents allow it.
+KINDS_OF_NUMBERS = {
+    "as trained": lambda shape: 0.02 * torch.randn(shape),
+    "one power of two": lambda shape: spread(1, shape),
+    "just narrow enough": lambda shape: spread(15, shape),
+    "one too many": lambda shape: spread(16, shape),
+    "all that float32 has": lambda shape: spread(230, shape) * 2.0**100,
+    "nothing": torch.zeros,
+    "half of nothing": lambda shape: spread(9, shape) * (torch.rand(shape) < 0.5),
+    "subnormal": lambda shape: spread(9, shape) * 2.0**-124,
+    "narrow and wide": lambda shape: torch.cat([spread(3, (32, shape[1])), spread(60, (shape[0] - 32, shape[1]))]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_NUMBERS)
+@pytest.mark.parametrize("shape", [(70, 96), (32, 32), (1, 64)], ids=str)
+def test_weights_are_kept_to_the_bit(kernels: Kernels, kind: str, shape: tuple[int, int]) -> None:
+    weight = KINDS_OF_NUMBERS[kind]((max(shape[0], 33), shape[1]))[: shape[0]]
+    weights = round_to_bfloat16(weight)
+    packed = kernels.pack(weights)
+    expected = weights.values.float()
+    if kernels.instruction_set == "amx":  # its products take subnormal numbers for zero
+        expected = torch.where(expected.abs() < 2.0**-126, 0.0, expected)
+    for count in (shape[1], 20, 1):  # rows that each pick one input
+        found = kernels.linear(torch.eye(shape[1])[:count].contiguous(), packed, None)
+        assert torch.equal(found, expected.T[:count]), count
+
+
+def test_weights_that_are_no_numbers_show(kernels: Kernels) -> None:
+    weight = spread(3, (40, 64))
+    weight[5, 7], weight[39, 63] = float("inf"), float("nan")
+    found = kernels.linear(torch.ones(3, 64), kernels.pack(round_to_bfloat16(weight)), None)
+    assert not bool(found[:, 5].isfinite().any())
+    assert bool(found[:, 39].isnan().all())
+    well = [output for output in range(40) if output not in (5, 39)]
+    assert bool(found[:, well].isfinite().all())
+
+
+def test_amx_keeps_normally_spread_weights_in_four_fifths_of_their_bytes() -> None:
+    kernels = load_kernels("amx")
+    if kernels is None:
+        pytest.skip("this machine has no AMX")
+    weights = round_to_bfloat16(0.02 * torch.randn(512, 1024))
+    packed = kernels.pack(weights).data
+    assert packed.numel() * packed.itemsize < 0.8 * weights.values.numel() * 2
+    incompressible = round_to_bfloat16(spread(60, (512, 1024)))
+    packed = kernels.pack(incompressible).data
+    assert packed.numel() * packed.itemsize < 1.01 * incompressible.values.numel() * 2
 
 
 def test_no_rows_give_no_rows(kernels: Kernels) -> None:
