@@ -1,4 +1,4 @@
-"""The programs and commands of docs/clients.md, each at a running server."""
+"""The programs and commands of docs/clients.md and the README, each at a running server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -23,18 +25,22 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from outrider.v1 import common_pb2, generation_pb2, group_pb2
+from outrider_certificates import Files
 from outrider_testbed import Cluster, Testbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "clients.md"
+ROOT = Path(__file__).resolve().parents[3]
+PAGE, README = ROOT / "docs" / "clients.md", ROOT / "README.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-GRPC_ADDRESS, HTTP_ADDRESS = "127.0.0.1:7070", "127.0.0.1:8000"  # of the page
+GRPC_ADDRESS, HTTP_ADDRESS = "127.0.0.1:7070", "127.0.0.1:8000"  # of the pages
+KEY = "one-of-the-keys"
 TIMEOUT_S = 60.0
 
 
-def blocks(language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if kind == language]
+def blocks(language: str, *pages: Path) -> list[str]:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages or (PAGE, README))
+    return [block for kind, block in BLOCK.findall(text) if kind == language]
 
 
 def commands(program: str) -> list[str]:
@@ -44,12 +50,34 @@ def commands(program: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(testbed: Testbed) -> Iterator[Cluster]:
-    # Looked up within the router, so that something is proposed however late a draft would be.
-    speculation = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    router = {"served_model_name": "tiny"}
-    with testbed.cluster(testbed.target("one"), (), router=router, speculation=speculation) as cluster:
-        yield cluster
+def cluster(
+    request: pytest.FixtureRequest, testbed: Testbed, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """ "secure" with keys and TLS, and what it takes to be let in where the page's programs look for it, or "plain"."""
+    settings: dict[str, Any] = {
+        "router": {"served_model_name": "tiny"},
+        # Looked up within the router, so that something is proposed however late a draft would be.
+        "speculation": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "secure":
+            files = Files(tmp_path_factory.mktemp("tls"))
+            (files.folder / "keys").write_text(f"{KEY}\n")
+            settings["router"] |= {**files.router, "api_key_file": str(files.folder / "keys")}
+            patch.chdir(files.folder)
+            patch.setenv("OUTRIDER_API_KEY", KEY)
+            patch.setenv("OUTRIDER_CA_CERTS", str(files.ca_certs))  # for the cluster itself
+        with testbed.cluster(testbed.target("one"), (), **settings) as cluster:
+            yield cluster
+
+
+def each(language: str, texts: Sequence[str]) -> pytest.MarkDecorator:
+    """One test for each, at the cluster that it is about."""
+    cases = [
+        pytest.param("secure" if "ca.crt" in text else "plain", text, id=f"{language}-{number}")
+        for number, text in enumerate(texts)
+    ]
+    return pytest.mark.parametrize(("cluster", "text"), cases, indirect=["cluster"])
 
 
 def placed(text: str, cluster: Cluster) -> str:
@@ -64,7 +92,7 @@ def run_python(program: str) -> str:
     """What it prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(program, str(PAGE), "exec"), {"__name__": "__main__"})
+        exec(compile(program, "a page", "exec"), {"__name__": "__main__"})
     return printed.getvalue()
 
 
@@ -74,19 +102,19 @@ def run_curl(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*max_token is not default")  # LangChain says so before it fails
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_python(cluster: Cluster, number: int) -> None:
-    program = placed(blocks("python")[number], cluster)
+@each("python", blocks("python"))
+def test_python(cluster: Cluster, text: str) -> None:
+    program = placed(text, cluster)
     assert run_python(program).strip()
     with pytest.raises(TypeError):  # so a name that is none would be noticed
         run_python(program.replace("max_tokens=", "max_token="))
 
 
-@pytest.mark.parametrize("command", commands("curl"))
-def test_curl(cluster: Cluster, command: str) -> None:
+@each("curl", commands("curl"))
+def test_curl(cluster: Cluster, text: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is missing")
-    command = placed(command, cluster)
+    command = placed(text, cluster)
     done = run_curl(command)
     assert done.returncode == 0, done.stdout + done.stderr
     if '"stream"' in command:
@@ -101,6 +129,17 @@ def test_curl(cluster: Cluster, command: str) -> None:
         assert json.loads(refused.stdout)["error"]["param"] == "max_token"
 
 
+@each("generate", commands("outrider generate"))
+def test_generate(cluster: Cluster, text: str) -> None:
+    command = [sys.executable, "-P", "-m", "outrider.cluster.cli", *shlex.split(text)[1:]]
+    environment = {**os.environ, "OUTRIDER_ADDRESS": cluster.address}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
 def grpcurl_words(command: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("-plaintext", action="store_true")
@@ -112,10 +151,27 @@ def grpcurl_words(command: str) -> argparse.Namespace:
     return parser.parse_args(shlex.split(command)[1:])
 
 
+class _Header(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):
+    """Goes with each call; none where the name is empty."""
+
+    def __init__(self, name: str, value: str) -> None:
+        self._metadata = [(name, value)] if name else []
+
+    def _continue(self, continuation, details, request):
+        return continuation(details._replace(metadata=self._metadata), request)
+
+    intercept_unary_unary = intercept_unary_stream = intercept_stream_stream = _continue
+
+
 def as_grpcurl(command: str) -> list[str]:
     """What the command would print, by the means that grpcurl has: the server's reflection and JSON."""
-    asked = grpcurl_words(command)
-    with grpc.insecure_channel(asked.address) as channel:
+    asked = grpcurl_words(os.path.expandvars(command))
+    if asked.plaintext:
+        opened = grpc.insecure_channel(asked.address)
+    else:
+        opened = grpc.secure_channel(asked.address, grpc.ssl_channel_credentials(Path(asked.cacert).read_bytes()))
+    name, _, value = asked.header.partition(": ")
+    with grpc.intercept_channel(opened, _Header(name, value)) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         pool = DescriptorPool(database)
         match asked.words:
@@ -136,9 +192,9 @@ def as_grpcurl(command: str) -> list[str]:
         return [json_format.MessageToJson(message) for message in (answer if method.server_streaming else [answer])]
 
 
-@pytest.mark.parametrize("command", commands("grpcurl"))
-def test_grpcurl(cluster: Cluster, command: str) -> None:
-    command = placed(command, cluster)
+@each("grpcurl", commands("grpcurl"))
+def test_grpcurl(cluster: Cluster, text: str) -> None:
+    command = placed(text, cluster)
     said = as_grpcurl(command)
     assert said
     if command.endswith("Generate"):
@@ -154,7 +210,7 @@ def test_grpcurl(cluster: Cluster, command: str) -> None:
 
 
 def test_the_program_in_go_uses_names_of_the_protocol() -> None:
-    (program,) = blocks("go")
+    (program,) = blocks("go", PAGE)
     files = (common_pb2, generation_pb2, group_pb2)
     messages = [message for file in files for message in file.DESCRIPTOR.message_types_by_name.values()]
     fields = {_in_go(field.name) for message in messages for field in message.fields}
