@@ -132,7 +132,6 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
         request, answer = admitted.request, Answer(admitted, self._tokenizer)
         timer.admitted(len(request.prompt_tokens), request.num_choices)
         owner, start = await self._owners.submit(request)
-        runs = True
         try:
             info = owner.info
             for response in answer.begin(start, info.group_id if info is not None else ""):
@@ -145,16 +144,13 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
                         taken = iter(await asyncio.to_thread(list, taken))
                     for response in taken:
                         yield response
-        except Unavailable:
-            runs = False  # or nobody watches it at its owner, which then aborts it
-            raise
         finally:
-            if answer.open_choices and runs:
+            if answer.open_choices:
                 # Cancelled, or the watch broke: nobody waits for the text any more.
                 log.info("request %s: ended before its text did", request.request_id)
                 try:
                     await owner.abort(request.request_id, "the client went away", start.generation)
-                except Unavailable as error:
+                except Unavailable as error:  # what nobody watches is aborted by its owner, if there is one still
                     log.info("request %s: %s", request.request_id, error)
 
     async def _updates(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import Protocol
@@ -19,7 +18,6 @@ from outrider.router.transcript import Update
 
 log = logging.getLogger(__name__)
 
-TAKEOVER_S = 20.0  # how long new requests wait for the next owner, from when the last one was heard of
 RETRY_S = 0.05
 
 
@@ -46,8 +44,9 @@ class GroupRoute:
         *,
         router_id: str,
         poll_s: float,
-        takeover_s: float = TAKEOVER_S,
+        takeover_s: float,
     ) -> None:
+        """``takeover_s``: how long new requests wait for the next owner, from when the last one was heard of."""
         self._local = local
         self._registry = registry
         self._router_id = router_id
@@ -178,7 +177,6 @@ class GroupRoute:
         following, self._following = self._following, None
         if following is not None:
             following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
+            await asyncio.wait([following])
         if remote is not None:
             await remote.aclose()

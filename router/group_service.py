@@ -70,6 +70,7 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
 
     Attributes:
         draining: while set, new requests are not taken in and running ones go on.
+        stopping: while set, nobody follows any more.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
         *,
         unwatched_s: float = UNWATCHED_S,
     ) -> None:
-        self.draining = False
+        self.draining = self.stopping = False
         self._group = group
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -94,7 +95,7 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
         self, request: group_pb2.FollowRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[group_pb2.FollowResponse]:
         told: group_pb2.FollowResponse | None = None
-        while True:
+        while not self.stopping:
             now = self._facts()
             if now != told:
                 told = now
@@ -209,5 +210,7 @@ class GroupPort:
         return bound
 
     async def stop(self, grace_s: float) -> None:
+        """Let watchers hear what they are told at last, for ``grace_s``."""
+        self._servicer.stopping = True
         if self._server is not None:
             await self._server.stop(grace_s)

@@ -58,6 +58,7 @@ class RemoteGroup:
         self._channel = grpc.aio.insecure_channel(address, options=(*CHANNEL_OPTIONS, *KEEPALIVE_OPTIONS))
         self._stub: Any = group_pb2_grpc.GroupServiceStub(self._channel)
         self._watches: set[Any] = set()
+        self._broken = False  # since the last call that failed, and until the owner is heard again
         self._ended: OutriderError | None = None
 
     async def follow(self, retry_s: float = 0.1) -> None:
@@ -66,8 +67,10 @@ class RemoteGroup:
             call = self._stub.Follow(group_pb2.FollowRequest())
             try:
                 async for response in call:
-                    self.is_heard = True
+                    self.is_heard, self._broken = True, False
                     self.state = response.state
+                    if response.draining:
+                        log.info("the router at %s drains: new requests wait for the next owner", self.address)
                     self.is_owner = response.HasField("group")
                     if self.is_owner:
                         self.info = group_info_from_wire(response.group)
@@ -123,7 +126,9 @@ class RemoteGroup:
             call.cancel()
 
     async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool:
-        """As ``Group.abort``."""
+        """As ``Group.abort``. An owner that is gone is not waited for."""
+        if self._broken:
+            raise Unavailable(f"no answer from the router at {self.address}")
         header = common_pb2.Header(generation=generation)
         request = group_pb2.AbortRequest(header=header, request_id=request_id, reason=reason)
         try:
@@ -159,6 +164,7 @@ class RemoteGroup:
             return error_from_rpc(error)
         if self._ended is not None:
             return self._ended
+        self._broken = True
         reason = f"{error.code().name} {error.details() or ''}".strip()
         return broken(f"the router at {self.address}, which runs the group, is gone ({reason}); send the request again")
 

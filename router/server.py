@@ -102,7 +102,13 @@ class RouterServer:
             scheduler_id=router_id,
             tracing=tracing,
         )
-        self.route = GroupRoute(self.group, self._registry, router_id=router_id, poll_s=self._settings.poll_s)
+        self.route = GroupRoute(
+            self.group,
+            self._registry,
+            router_id=router_id,
+            poll_s=self._settings.poll_s,
+            takeover_s=self._settings.grace_s,  # as long as for a target that was lost
+        )
         self._group_servicer = GroupServicer(self.group, self._tokenizer, self._grammars, lambda: describe(self.group))
         self._group_port = GroupPort(config.router.host, config.router.group_port, self._group_servicer)
         self._frontend = Frontend(

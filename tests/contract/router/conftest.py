@@ -112,7 +112,7 @@ class World:
     async def remote_frontend(self, server: RouterServer) -> AsyncClient:
         """A client of a frontend that reaches the router's group as one in another process does."""
         tokenizer = TextTokenizer(self.folder)
-        route = GroupRoute(None, self.registry, router_id="frontend", poll_s=TIMES.poll_s)
+        route = GroupRoute(None, self.registry, router_id="frontend", poll_s=TIMES.poll_s, takeover_s=60.0)
         following = asyncio.create_task(route.run())
         self.stack.push_async_callback(route.aclose)
         self.stack.callback(following.cancel)

@@ -18,8 +18,11 @@ import pytest
 import yaml
 
 from outrider.client import AsyncClient, InvalidRequest, Unavailable
+from outrider.core.sampling import Sampling, Verifier
 from outrider.router.group_route import GroupRoute
 from outrider.router.group_service import GroupServicer
+from outrider.router.requests import NewRequest
+from outrider.router.submission import submit_to_wire
 from outrider.testing import ToyModel
 from outrider.v1 import group_pb2
 
@@ -107,7 +110,7 @@ async def test_http_through_a_frontend(world: Any) -> None:
 async def test_clients_find_no_group_service_at_their_port(world: Any) -> None:
     await world.target()
     server = await world.router()
-    route = GroupRoute(None, world.registry, router_id="x", poll_s=0.05)
+    route = GroupRoute(None, world.registry, router_id="x", poll_s=0.05, takeover_s=60.0)
     await route._choose({"router_id": "y", "group_address": server.address, "group_token": 1})
     try:
         await world.until(lambda: route.state.startswith("lost"), "it is refused", timeout_s=DEADLINE_S)
@@ -135,10 +138,6 @@ async def test_an_abort_reaches_the_owner_and_so_does_a_client_that_goes_away(wo
 
 
 async def test_what_nobody_watches_is_aborted(world: Any) -> None:
-    from outrider.core.sampling import Sampling, Verifier
-    from outrider.router.requests import NewRequest
-    from outrider.router.submission import submit_to_wire
-
     target = await world.target()
     server = await world.router(times=replace(world.times, step_timeout_s=2 * DEADLINE_S))
     servicer = GroupServicer(server.group, server._tokenizer, server._grammars, lambda: None, unwatched_s=0.05)
@@ -162,8 +161,9 @@ async def test_an_owner_that_lost_the_group_ends_what_it_ran(world: Any) -> None
     running = asyncio.create_task(client.generate(PROMPT, max_tokens=400, temperature=0))
     await world.until(lambda: owner.group.num_unfinished == 1, "it runs at the owner", timeout_s=DEADLINE_S)
     lease = owner.group.target._lease
-    assert await world.registry.release_group(lease.group_id, "owner", lease.token)
-    assert await world.registry.claim_group(lease.group_id, "frontend")  # which it will claim again
+    registry = world.registry
+    held = registry._key("owner", lease.group_id), f"{lease.token + 1}:frontend"  # which will claim it again
+    await registry._redis.set(*held, px=round(1000 * DEADLINE_S))
     with pytest.raises(Unavailable, match=r"another router owns group .*; send the request again"):
         await running
     target.resume()
@@ -210,7 +210,7 @@ class Router:
 
     def __init__(self, world: Any, file: Path, router_id: str) -> None:
         command = [sys.executable, "-P", "-m", "outrider.router", "-f", str(file), "--router-id", router_id]
-        command += ["--redis", world.redis_url, "--grace", str(DEADLINE_S)]
+        command += ["--redis", world.redis_url, "--grace", "600"]
         self.router_id = router_id
         self.process = subprocess.Popen(command, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"})
         self.record: dict[str, Any] = {}
