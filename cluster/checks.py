@@ -57,13 +57,23 @@ def _engines(config: ClusterConfig) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def check_router_port(config: ClusterConfig) -> None:
-    """Raises ``ConfigError`` if one of the router's addresses cannot be listened on."""
+    """Raises ``ConfigError`` if one of the addresses of router and supervisor cannot be listened on."""
     router = config.router
-    _check_port("router.port", router.host, router.port)
-    if router.http_port is not None:
-        _check_port("router.http_port", router.host, router.http_port)
-        if router.http_port and router.http_port == router.port:
-            raise ConfigError(f"router.http_port is {router.http_port}, which is router.port too; choose another")
+    ports = {
+        "router.port": router.port,
+        "router.http_port": router.http_port,
+        "router.metrics_port": router.metrics_port,
+        "supervisor.metrics_port": config.supervisor.metrics_port,
+    }
+    fields: dict[int, str] = {}
+    for field, port in ports.items():
+        if port is None:
+            continue
+        _check_port(field, router.host, port)
+        if port in fields:
+            raise ConfigError(f"{field} is {port}, which is {fields[port]} too; choose another")
+        if port:
+            fields[port] = field
 
 
 def _check_port(field: str, host: str, port: int) -> None:

@@ -26,7 +26,11 @@ POLL_S = 0.5
 
 
 class DraftProcess:
-    """One seat and whoever sits in it. Each worker has an id of its own: ``draft-0``, after a death ``draft-0.1``."""
+    """One seat and whoever sits in it. Each worker has an id of its own: ``draft-0``, after a death ``draft-0.1``.
+
+    Attributes:
+        num_starts: workers that came to serve, one after the other.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,8 @@ class DraftProcess:
         self._environment = environment
         self._incarnations = itertools.count()
         self._actor: Actor | None = None
+        self._serves = False
+        self.num_starts = 0
         self.draft_id = seat.name
 
     async def start(self, threads_on: Callable[[str | None], int]) -> None:
@@ -81,6 +87,8 @@ class DraftProcess:
         except BaseException:
             self.discard()
             raise
+        self._serves = True
+        self.num_starts += 1
 
     async def watch(self) -> None:
         """Runs while the worker is well. Raises ``GroupError`` as soon as it is not."""
@@ -101,9 +109,19 @@ class DraftProcess:
 
     def discard(self) -> None:
         """End the process at once."""
+        self._serves = False
         if self._actor is not None:
             self._actor.kill()
             self._actor = None
+
+    @property
+    def seat_name(self) -> str:
+        return self._seat.name
+
+    @property
+    def worker(self) -> Actor | None:
+        """Whoever sits here; None while nobody serves."""
+        return self._actor if self._serves else None
 
     def _require_a_node(self) -> None:
         """Ray itself would let the worker wait in silence. One with rank 0 has its share reserved."""
@@ -144,6 +162,16 @@ class DraftPool:
     @property
     def names(self) -> list[str]:
         return [draft.draft_id for draft in self._drafts]
+
+    @property
+    def workers(self) -> dict[str, Actor | None]:
+        """By seat; None while nobody serves there."""
+        return {draft.seat_name: draft.worker for draft in self._drafts}
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often a worker came to serve in the place of another, by seat."""
+        return {draft.seat_name: max(0, draft.num_starts - 1) for draft in self._drafts}
 
     async def start(self) -> None:
         """Start all of them. Raises the first ``OutriderError``."""

@@ -35,8 +35,10 @@ class RouterProcess:
         self._redis_url = redis_url
         self._process: subprocess.Popen[bytes] | None = None
         self.router_id = router_id
+        self.num_launches = 0
         self.address = ""
         self.http_url = ""
+        self.metrics_url = ""
 
     @property
     def pid(self) -> int:
@@ -49,6 +51,7 @@ class RouterProcess:
 
     def launch(self) -> None:
         """Start the process; it does not serve yet."""
+        self.num_launches += 1
         settings = self._folder / "settings.yaml"
         settings.write_text(yaml.safe_dump(self._settings().model_dump(mode="json")))
         command = [sys.executable, "-P", "-m", "outrider.router", "-f", str(settings)]
@@ -74,6 +77,7 @@ class RouterProcess:
             record = (await registry.members("router")).get(self.router_id)
             if record is not None and record["pid"] == self.pid:
                 self.address, self.http_url = record["address"], record.get("http_url", "")
+                self.metrics_url = record.get("metrics_url", "")
                 return
             self._raise_if_ended()
             if time.monotonic() > deadline:
@@ -151,6 +155,8 @@ class RouterProcess:
             kept["port"] = self._free_again(int(port))
         if self.http_url and router.http_port == 0:
             kept["http_port"] = self._free_again(urlsplit(self.http_url).port or 0)
+        if self.metrics_url and router.metrics_port == 0:
+            kept["metrics_port"] = self._free_again(urlsplit(self.metrics_url).port or 0)
         return self._config.model_copy(update={"router": router.model_copy(update=kept)})
 
     def _free_again(self, port: int) -> int:

@@ -44,6 +44,9 @@ class ClusterState:
     redis_url: str = ""
     ray_address: str = ""
     router_address: str = ""
+    # Where Prometheus reads; empty where that port is off.
+    metrics_url: str = ""
+    router_metrics_url: str = ""
     # Folders to remove once the cluster is gone.
     scratch: tuple[str, ...] = ()
     children: tuple[Child, ...] = field(default=())

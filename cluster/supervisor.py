@@ -26,6 +26,7 @@ from outrider.cluster.checks import check_models, check_router_port, require_oth
 from outrider.cluster.config import ClusterConfig, load_config
 from outrider.cluster.draft_pool import DraftPool, DraftProcess
 from outrider.cluster.keeper import keep
+from outrider.cluster.metrics import Parts, SupervisorMetrics
 from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, shortage, threads_per_actor
 from outrider.cluster.ray_cluster import RayCluster, host_and_port
 from outrider.cluster.redis_server import LOOPBACK, RedisServer, address_towards
@@ -39,6 +40,7 @@ from outrider.cluster.telemetry import actor_environment, log_settings, trace_se
 from outrider.cluster.waiting import all_or_first_error, guarded
 from outrider.core.errors import OutriderError, Unavailable
 from outrider.core.logs import Process, configure
+from outrider.metrics.listener import MetricsListener
 
 log = logging.getLogger("outrider.cluster.supervisor")  # also where this module is the program
 
@@ -78,6 +80,8 @@ class Supervisor:
         self._drafts: DraftPool | None = None
         self._keeping_drafts: asyncio.Task[None] | None = None
         self._router: RouterProcess | None = None
+        self._listener: MetricsListener | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Start everything, serve until SIGTERM or SIGINT, stop everything.
@@ -113,6 +117,7 @@ class Supervisor:
 
     async def _start(self) -> None:
         self._remember()
+        self._tell_metrics()
         redis_url = await self._start_redis()
         self._registry = registry = Registry(redis_url, self._config.cluster)
         await registry.check()
@@ -165,8 +170,39 @@ class Supervisor:
         await router.wait_ready(len(drafts))
         if router.http_url:
             self._reporter.progress(f"OpenAI clients find the model at {router.http_url}")
-        self._remember(phase="ready", router_address=router.address)
+        if router.metrics_url:
+            self._reporter.progress(f"the router tells its metrics at {router.metrics_url}")
+        self._remember(phase="ready", router_address=router.address, router_metrics_url=router.metrics_url)
         self._reporter.ready(router.address)
+
+    def _tell_metrics(self) -> None:
+        """Begin to answer Prometheus and the kubelet, long before there is much to tell."""
+        port = self._config.supervisor.metrics_port
+        if port is None:
+            return
+        self._listener = MetricsListener(
+            "supervisor.metrics_port",
+            self._config.router.host,
+            port,
+            tell=SupervisorMetrics(self._parts).tell,
+            state=lambda: self._state.phase,
+        )
+        self._listener.listen()
+        self._telling = asyncio.create_task(self._listener.serve(), name="metrics")
+        self._remember(metrics_url=self._listener.url)
+        self._reporter.progress(f"the supervisor tells its metrics at {self._listener.url}")
+
+    def _parts(self) -> Parts:
+        group, drafts, router = self._group, self._drafts, self._router
+        return Parts(
+            ready=self._state.phase == "ready",
+            epoch=group.epoch if group is not None else 0,
+            rebuilds=max(0, group.num_builds - 1) if group is not None else 0,
+            router_restarts=max(0, router.num_launches - 1) if router is not None else 0,
+            draft_restarts=drafts.restarts if drafts is not None else {},
+            ranks=group.workers if group is not None else {},
+            drafts=drafts.workers if drafts is not None else {},
+        )
 
     async def _start_redis(self) -> str:
         url = connection_url(self._config.redis)
@@ -244,7 +280,7 @@ class Supervisor:
         router.launch()
         self._remember()
         await router.wait_registered(_need(self._registry))
-        self._remember(router_address=router.address)
+        self._remember(router_address=router.address, router_metrics_url=router.metrics_url)
         self._reporter.progress(f"the router listens on {router.address} again")
 
     def _threads_on(self, node_id: str | None) -> int:
@@ -309,6 +345,10 @@ class Supervisor:
             await self._registry.aclose()
         if self._redis is not None:
             await asyncio.to_thread(self._redis.stop)
+        if self._listener is not None and self._telling is not None:
+            await self._listener.stop()
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
 
 
 def _need(part: Part | None) -> Part:

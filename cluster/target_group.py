@@ -25,7 +25,11 @@ POLL_S = 0.5
 
 
 class TargetGroup:
-    """One group of ranks. ``build`` may be called again after ``discard``; the epoch grows each time."""
+    """One group of ranks. ``build`` may be called again after ``discard``; the epoch grows each time.
+
+    Attributes:
+        num_builds: times that it was formed.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,8 @@ class TargetGroup:
         self._environment = environment
         self._bundles: Any = None
         self._ranks: list[Actor] = []
+        self._serves = False
+        self.num_builds = 0
         self.epoch = 0
         self.rank_nodes: list[str] = []
         self.rank_facts: list[dict[str, Any]] = []
@@ -59,6 +65,12 @@ class TargetGroup:
         self._bundles = await self._ray.place(self._placement.bundles, self._placement.strategy, PLACE_TIMEOUT_S)
         where = placement_group_table(self._bundles)["bundles_to_node_id"]
         self.rank_nodes = [where[rank] for rank in range(self._config.tensor_parallel_size)]
+
+    @property
+    def workers(self) -> dict[str, Actor | None]:
+        """Each rank by its number; None while the group does not serve."""
+        numbers = range(self._config.tensor_parallel_size)
+        return {str(rank): self._ranks[rank] if self._serves else None for rank in numbers}
 
     def draft_options(self) -> dict[str, Any]:
         """Ray options for a draft that has its share in the bundle of rank 0."""
@@ -78,6 +90,8 @@ class TargetGroup:
         except BaseException:
             self.discard()
             raise
+        self._serves = True
+        self.num_builds += 1
 
     async def _start_ranks(self, threads_on: Callable[[str | None], int]) -> None:
         device = rank_device(self._config, self._placement.rank_needs)
@@ -131,7 +145,7 @@ class TargetGroup:
         """End every rank's process at once."""
         for rank in self._ranks:
             rank.kill()
-        self._ranks, self.rank_facts = [], []
+        self._ranks, self.rank_facts, self._serves = [], [], False
 
     def release(self) -> None:
         """Give the resources back to Ray."""

@@ -44,7 +44,8 @@ def promtool_check(text: str) -> None:
         timeout=CHECK_TIMEOUT_S,
         check=False,
     )
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    said = done.stdout + done.stderr
+    assert (done.returncode, said) == (0, ""), f"promtool: {said}"
 
 
 def check_rules(groups: dict[str, Any], folder: Path) -> str:
