@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,8 +14,12 @@ import httpx
 import pytest
 
 from outrider.core.logs import Process
+from outrider.core.sampling import Sampling, Verifier
 from outrider.core.tracing import TraceSettings, Tracing, connect
+from outrider.router.requests import NewRequest
 from outrider.router.server import RouterServer
+from outrider.router.submission import submit_from_wire, submit_to_wire
+from outrider.router.tokenizer import TextTokenizer
 from outrider.testing import ToyModel
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from outrider_collector import CollectedSpan, Collector, faults_of
@@ -113,6 +118,17 @@ async def test_a_trace_comes_by_http_too(world: Any, collector: Collector, traci
     spans = await spans_of(tracing, collector, trace_id)
     assert faults_of(spans, span_id) == []
     assert {span.name for span in spans} == {"request", "round", "commit"}
+
+
+def test_a_trace_reaches_the_owner_of_the_group(model_folder: Path) -> None:
+    """Which may be another router than the one that the client speaks to."""
+    sampling = Sampling(temperature=0.0, verifier=Verifier.GREEDY)
+    traceparent = client_trace()[0]
+    request = NewRequest("r", 0, (1, 2), sampling, max_tokens=3, traceparent=traceparent)
+    message = submit_to_wire(request, 0.0)
+    assert submit_from_wire(message, TextTokenizer(model_folder), 0.0).traceparent == traceparent
+    message.traceparent = "x" * 10_000
+    assert len(submit_from_wire(message, TextTokenizer(model_folder), 0.0).traceparent) == len(traceparent)
 
 
 async def test_what_no_client_samples_leaves_no_trace_anywhere(

@@ -1,0 +1,180 @@
+"""The lines that a router's log has of its clients' calls: one for each, and nothing of what they said."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from outrider.core.logs import LogSettings, Process, configure, json_formatter
+from outrider.router.server import RouterServer
+from outrider.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+SECRET_PROMPT = "Attack at dawn"
+KEY = "sk-very-secret"
+ACCESS = "outrider.router.access"
+
+
+@pytest.fixture(autouse=True)
+def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="outrider")
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[Any]:
+    return [record for record in caplog.records if record.name == ACCESS and record.levelno >= level]
+
+
+async def line(world: Any, caplog: pytest.LogCaptureFixture, count: int = 1) -> Any:
+    """The newest line, once there are so many: it is written after the client has its answer."""
+    await world.until(lambda: len(lines(caplog)) >= count, f"{count} lines", 60.0)
+    assert len(lines(caplog)) == count
+    return lines(caplog)[-1]
+
+
+async def generate(server: RouterServer, **fields: Any) -> None:
+    request = generation_pb2.GenerateRequest(text=SECRET_PROMPT, ignore_eos=True, **fields)
+    metadata = (("authorization", f"Bearer {KEY}"),)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        async for _ in generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+            request, metadata=metadata, timeout=60
+        ):
+            pass
+
+
+async def post(server: RouterServer, path: str, body: Any, key: str = KEY) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=60) as http:
+        return await http.post(
+            f"{server.http_url}{path}", json=body, headers={"Authorization": f"Bearer {key}", "X-Request-Id": "mine"}
+        )
+
+
+async def test_calls_over_grpc(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    await world.target()
+    server = await world.router()
+    await generate(server, request_id="r1", max_tokens=5)
+    found = await line(world, caplog)
+    assert (found.protocol, found.method, found.status) == ("gRPC", "GenerationService/Generate", "OK")
+    assert (found.request_id, found.outcome) == ("r1", "length")
+    assert (found.prompt_tokens, found.completion_tokens) == (len(SECRET_PROMPT), 5)
+    assert 0 < found.ttft_ms <= found.duration_ms
+    assert found.peer.startswith("ipv4:127.0.0.1:")
+    assert "request r1: 14 + 5 tokens, length" in found.getMessage()
+
+    with pytest.raises(grpc.aio.AioRpcError):
+        await generate(server, request_id="r2", n=100_000)
+    found = await line(world, caplog, 2)
+    assert (found.status, found.request_id, found.outcome) == ("INVALID_ARGUMENT", "r2", "InvalidRequest")
+
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        await admin_pb2_grpc.AdminServiceStub(channel).Status(admin_pb2.StatusRequest(), timeout=60)
+    await world.until(
+        lambda: any(r.method == "AdminService/Status" for r in lines(caplog, logging.DEBUG)), "a quiet line", 60.0
+    )
+    assert len(lines(caplog)) == 2
+
+
+async def test_a_client_that_goes_away(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    await world.target(step_s=0.02)
+    server = await world.router()
+    request = generation_pb2.GenerateRequest(text=SECRET_PROMPT, request_id="gone", max_tokens=300, ignore_eos=True)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=60)
+        async for response in call:
+            if response.WhichOneof("event") == "delta":
+                break
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call.code()
+    found = await line(world, caplog)
+    assert (found.status, found.request_id, found.outcome) == ("CANCELLED", "gone", "cancelled")
+    assert 0 < found.completion_tokens < 300
+
+
+async def test_calls_over_http(world: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    await world.target()
+    server = await world.router(router={"api_key_file": str(keys)})
+    body = {"prompt": SECRET_PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    answer = await post(server, "/completions", body)
+    assert answer.status_code == 200, answer.text
+    found = await line(world, caplog)
+    assert (found.protocol, found.method, found.status) == ("HTTP", "POST /v1/completions", "200")
+    assert "mine" in found.request_id
+    assert (found.prompt_tokens, found.completion_tokens, found.outcome) == (len(SECRET_PROMPT), 3, "length")
+
+    answer = await post(server, "/completions", {**body, "prompt": [SECRET_PROMPT, SECRET_PROMPT]})
+    assert answer.status_code == 200, answer.text
+    found = await line(world, caplog, 2)  # two requests, one call
+    assert (found.prompt_tokens, found.completion_tokens) == (2 * len(SECRET_PROMPT), 6)
+
+    answer = await post(server, "/completions", {**body, "stream": True})
+    assert answer.text.endswith("[DONE]\n\n")
+    found = await line(world, caplog, 3)
+    assert (found.status, found.completion_tokens) == ("200", 3)
+
+    for number, (path, content, key, status) in enumerate(
+        [
+            ("/completions", {**body, "temperature": -1}, KEY, "400"),
+            ("/nothing", body, KEY, "404"),
+            ("/completions", body, "sk-wrong", "401"),
+        ],
+        4,
+    ):
+        assert str((await post(server, path, content, key)).status_code) == status
+        found = await line(world, caplog, number)
+        assert found.status == status
+    async with httpx.AsyncClient(timeout=60) as http:
+        await http.get(f"{server.http_url.removesuffix('/v1')}/health")
+    await world.until(
+        lambda: any(r.method == "GET /health" for r in lines(caplog, logging.DEBUG)), "a quiet line", 60.0
+    )
+    assert len(lines(caplog)) == 6
+
+    formatter = json_formatter(Process("router", "r", "c"))
+    everything = "\n".join(formatter.format(record) for record in caplog.records)
+    assert "mine" in everything  # it is the log that is looked at
+    for secret in (SECRET_PROMPT, KEY, "sk-wrong"):
+        assert secret not in everything
+
+
+@pytest.fixture
+def log_in_json(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of this process, as a router's; afterwards it is as before."""
+    root, own = logging.getLogger(), logging.getLogger("outrider")
+    before = list(root.handlers), root.level, own.level
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    configure(LogSettings("debug", "json"), Process("router", "router-0", "demo"))
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    own.setLevel(before[2])
+
+
+async def test_lines_know_request_and_epoch(
+    world: Any, log_in_json: None, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the process writes them, with what the tasks that log work for."""
+    await world.target(epoch=7)
+    server = await world.router()
+    await generate(server, request_id="r1", max_tokens=5)
+    await line(world, caplog)
+    written = [json.loads(text) for text in capsys.readouterr().err.splitlines()]
+    [access] = [entry for entry in written if entry["logger"] == ACCESS and entry["level"] == "INFO"]
+    assert (access["request_id"], access["epoch"], access["status"]) == ("r1", 7, "OK")
+    [attached] = [entry for entry in written if entry["message"].startswith("attached to")]
+    assert attached["epoch"] == 7
+    assert "request_id" not in attached
+    assert {entry["role"] for entry in written} == {"router"}
