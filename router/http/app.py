@@ -102,7 +102,7 @@ def make_app(served: Served) -> ASGIApp:
             *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in table.items()),
             Route("/ping", routes.health, methods=["GET", "POST"]),
         ],
-        exception_handlers={HttpError: _own_error, HTTPException: _no_such_route},
+        exception_handlers={HttpError: _own_error, HTTPException: _no_such_route, Exception: _own_fault},
     )
     if served.keys is not None:
         app = KeyCheck(app, served.keys)
@@ -131,10 +131,11 @@ class LastResort:
         try:
             await self._app(scope, receive, noted)
         except Exception as error:
-            if scope["type"] != "http" or begun:
+            if scope["type"] != "http":
                 raise
             log.exception("%s %s failed", scope["method"], scope["path"])
-            await error_response(fault_in_the_server(error))(scope, receive, noted)
+            if not begun:  # Starlette has answered already where the fault was in a route
+                await error_response(fault_in_the_server(error))(scope, receive, noted)
 
 
 class KeyCheck:
@@ -313,6 +314,10 @@ def _stream(asked: CommonRequest) -> StreamOptions | None:
 
 async def _own_error(_: Request, error: Exception) -> Response:
     return error_response(cast(HttpError, error))
+
+
+async def _own_fault(_: Request, error: Exception) -> Response:
+    return error_response(fault_in_the_server(error))
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

@@ -93,6 +93,8 @@ def shape_error(error: ValidationError, body: bytes) -> HttpError:
         return HttpError(400, message, param=path, code="unknown_parameter")
     if first["type"] == "missing":
         return HttpError(400, f"{path} is missing", param=path, code="missing_required_parameter")
+    if first["type"].startswith("union_tag") and isinstance(first["input"], dict):  # of parts of a message
+        path, first = f"{path}.type", {**first, "input": first["input"].get("type")}
     shown = _shown(first["input"])
     reason = UNSUPPORTED.get(str(first["loc"][0]) if first["loc"] else "")
     if reason is not None:

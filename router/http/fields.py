@@ -22,6 +22,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 UNSUPPORTED = {
     "audio": "answers are text",
     "web_search_options": "nothing is looked up on the web",
+    "moderation": "nothing is moderated",
     "functions": "send 'tools' instead",
     "function_call": "send 'tool_choice' instead",
     "suffix": "text is continued, not filled in",
@@ -98,12 +99,16 @@ class ChosenTool(_Fields):
     function: _ChosenFunction
 
 
-class TextPart(_Fields):
+class _Part(_Fields):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)  # hints for caches, say, have no effect
+
+
+class TextPart(_Part):
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(_Fields):
+class RefusalPart(_Part):
     type: Literal["refusal"]
     refusal: str
 
@@ -169,6 +174,7 @@ class CommonRequest(_Fields):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     request_id: str | None = None
+    session_id: str | None = None  # no effect: prefixes are found by themselves
     skip_special_tokens: Literal[True] | None = None  # no effect
     spaces_between_special_tokens: bool | None = None  # no effect
     # Our own.
@@ -215,6 +221,7 @@ class ChatRequest(CommonRequest):
     modalities: list[Literal["text"]] | None = None  # no effect
     audio: None = None
     web_search_options: None = None
+    moderation: None = None
     functions: None = None
     function_call: None = None
     echo: Literal[False] | None = None
@@ -228,6 +235,8 @@ class ChatRequest(CommonRequest):
     service_tier: str | None = None  # no effect
     safety_identifier: str | None = None  # no effect
     prompt_cache_key: str | None = None  # no effect
+    prompt_cache_options: Json | None = None  # no effect
     prompt_cache_retention: str | None = None  # no effect
+    include_reasoning: bool | None = None  # no effect: the text is told as it is
     prediction: Json | None = None  # no effect: drafts need no hint
     verbosity: str | None = None  # no effect

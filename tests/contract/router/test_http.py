@@ -490,7 +490,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [calling('"\\ud800"')]}, "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [calling("no JSON")]}, "messages[0].tool_calls[0].function.arguments"),
     ({"chat_template_kwargs": {"self": 1}}, "messages"),
-    ({"tools": [tool_with({"$defs": [1]})], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool_with({"$defs": [1], "$ref": "#/$defs/0"})], "tool_choice": "required"}, "tools"),
     ({"tools": [tool_with({"properties": []})], "tool_choice": "required"}, "tools"),
     ({"tools": [tool_with({"$ref": "#/nowhere"})], "tool_choice": "required"}, "tools"),
     ({"guided_json": {"maximum": float("inf")}}, "guided_json"),

@@ -20,7 +20,7 @@ from outrider.router.frontend import Frontend
 from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group_service import GroupOwner
 from outrider.router.http.app import Served, make_app
-from outrider.router.http.fields import ChatRequest, CompletionRequest
+from outrider.router.http.fields import UNSUPPORTED, ChatRequest, CompletionRequest
 from outrider.router.requests import NewRequest
 from outrider.router.sampling_params import Defaults
 from outrider.router.tokenizer import TextTokenizer
@@ -137,6 +137,19 @@ def check(answer: httpx.Response, asked: object) -> None:
             assert error["code"]
             assert error["param"] is None or (isinstance(error["param"], str) and error["param"]), asked
             assert "Traceback" not in error["message"]
+
+
+def test_each_field_of_openais_own_client_is_known() -> None:
+    """Taken, or refused with a reason: never as a word that nobody heard of."""
+    from openai.types import completion_create_params as texts
+    from openai.types.chat import completion_create_params as chats
+
+    for params, model in (
+        (chats.CompletionCreateParamsStreaming, ChatRequest),
+        (texts.CompletionCreateParamsStreaming, CompletionRequest),
+    ):
+        assert set(params.__annotations__) <= set(model.model_fields)
+    assert set(UNSUPPORTED) <= set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
 
 
 async def send(app: Any, route: str, content: bytes) -> httpx.Response:

@@ -198,6 +198,7 @@ def test_references_of_a_tools_schema_lead_where_it_stands() -> None:
     assert moved["properties"]["$ref"] == {"const": {"$ref": "#"}}
     assert moved["$defs"] == node["$defs"]
     assert schema["$defs"]["c"]["$defs"] == other["$defs"]
+    schema_of(tools=[tool("odd", **{"$defs": [1], "properties": 2, "const": 3})], tool_choice="required")
     alone = {"type": "object", "properties": {}}
     schema = schema_of(tools=[tool("d", **alone)], tool_choice="required")
     assert schema["items"]["properties"]["arguments"] == alone
