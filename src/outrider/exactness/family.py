@@ -52,11 +52,18 @@ def named_tests(evidence: Evidence, num_speculative_tokens: int) -> dict[str, Ca
     made["texts of one prompt"] = partial(siblings_test, evidence)
     if num_speculative_tokens > 0:
         for name, chosen in places(evidence.place, num_speculative_tokens).items():
-            part = evidence.where(chosen)
-            made[f"u, {name}"] = partial(uniform_test, part.u["likelihood"])
-            made[f"cells of rank, {name}"] = partial(cells_test, part.cells["rank"])
-            made[f"cells of repeats, {name}"] = partial(cells_test, part.cells["repeats"])
+            made[f"u, {name}"] = partial(_uniform_test_of, evidence.u["likelihood"], chosen)
+            made[f"cells of rank, {name}"] = partial(_cells_test_of, evidence.cells["rank"], chosen)
+            made[f"cells of repeats, {name}"] = partial(_cells_test_of, evidence.cells["repeats"], chosen)
     return made
+
+
+def _uniform_test_of(u: np.ndarray, chosen: np.ndarray) -> float:
+    return uniform_test(u[chosen])
+
+
+def _cells_test_of(cells: Cells, chosen: np.ndarray) -> float:
+    return cells_test(Cells(cells.cell[chosen], cells.mass[chosen]))
 
 
 def places(place: np.ndarray, num_speculative_tokens: int) -> dict[str, np.ndarray]:
@@ -113,15 +120,17 @@ def cells_test(cells: Cells) -> float:
     count, num_cells = cells.mass.shape
     if count < MIN_COUNT:
         return 1.0
-    groups = merged(cells.mass.sum(axis=0))
+    expected = cells.mass.sum(axis=0)
+    groups = merged(expected)
     num_groups = int(groups.max()) + 1
     if num_groups < 2:
         return 1.0
     join = np.zeros((num_cells, num_groups))
     join[np.arange(num_cells), groups] = 1.0
-    mass = cells.mass @ join  # [N, G]
-    difference = np.bincount(groups[cells.cell], minlength=num_groups) - mass.sum(axis=0)
-    covariance = np.diag(mass.sum(axis=0)) - mass.T @ mass
+    expected = expected @ join  # [G]
+    observed = np.bincount(cells.cell, minlength=num_cells) @ join
+    difference = observed - expected
+    covariance = np.diag(expected) - join.T @ (cells.mass.T @ cells.mass) @ join
     # The counts sum to N, so one group says nothing that the others do not.
     d, v = difference[1:], covariance[1:, 1:]
     # Rows in which a group is certain add nothing to its variance: a group may have none, and then must fit exactly.
