@@ -1,13 +1,13 @@
 """Sampling controls in any combination: under greedy and coupled, speculation changes nothing that a client sees.
 
 Real processes with the tiny pair, and a draft that is in time. hypothesis picks the settings; each request is made with
-proposals and without, side by side.
+proposals and without, several of them side by side.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = ("The with statement", "def ", "Return a copy of the list, a list, the list")
 MAX_TOKENS = 24
+COMPANY = 16  # requests at a time, half of them with proposals
 VOCAB = 400  # token ids to choose from: the frequent ones come first
 
 token_ids = st.integers(0, VOCAB - 1)
@@ -62,29 +63,14 @@ def cluster(testbed: Testbed) -> Iterator[Cluster]:
     """One rank, whose steps take as long as those of a larger model, so that the draft is in time."""
     target = testbed.target("one")
     with testbed.cluster(target, (testbed.draft("tiny"),)) as cluster:
-        target.leader.call("slow_down", 0.02)
+        target.leader.call("slow_down", 0.05)
         yield cluster
         target.leader.call("slow_down", 0.0)
 
 
-def both(address: str, prompt: str, options: dict[str, Any]) -> tuple[Completion, Completion]:
-    """The answers with and without speculation, made at the same time: each is company for the other."""
-    answers: dict[int, Completion] = {}
-
-    def ask(k: int) -> None:
-        with Client(address, timeout=60) as client:
-            answers[k] = client.generate(prompt, max_tokens=MAX_TOKENS, num_speculative_tokens=k, **options)
-
-    threads = [threading.Thread(target=ask, args=(k,)) for k in (4, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-    return answers[4], answers[0]
-
-
-def test_speculation_changes_nothing(cluster: Cluster) -> None:
-    proposed = accepted = cut_short = 0
+def drawn_requests() -> list[tuple[str, dict[str, Any]]]:
+    """Sixty prompts with their settings, the same in each run."""
+    drawn: list[tuple[str, dict[str, Any]]] = []
 
     @settings(
         max_examples=60,
@@ -101,30 +87,45 @@ def test_speculation_changes_nothing(cluster: Cluster) -> None:
         language=languages,
         seed=st.integers(0, 2**64 - 1),
     )
-    def check(
+    def draw(
         prompt: str, temperature: float, options: dict[str, Any], language: dict[str, Any] | None, seed: int
     ) -> None:
-        nonlocal proposed, accepted, cut_short
-        request: dict[str, Any] = {**options, **(language or {}), "temperature": temperature, "seed": seed}
-        fast, plain = both(cluster.address, prompt, request)
-        assert (fast.text, fast.token_ids, fast.finish_reason, fast.matched_stop) == (
-            plain.text,
-            plain.token_ids,
-            plain.finish_reason,
-            plain.matched_stop,
-        )
-        assert fast.logprobs == plain.logprobs
-        assert fast.prompt_logprobs == plain.prompt_logprobs
-        assert (fast.logprobs is None) == ("logprobs" not in options)
-        if fast.logprobs is not None:
-            assert [entry.token_id for entry in fast.logprobs] == list(fast.token_ids)
-        assert fast.reproducible
-        assert plain.speculation.num_draft_tokens == 0
-        proposed += fast.speculation.num_draft_tokens
-        accepted += fast.speculation.num_accepted_tokens
-        cut_short += fast.finish_reason == "stop"
+        drawn.append((prompt, {**options, **(language or {}), "temperature": temperature, "seed": seed}))
 
-    check()
+    draw()
+    return drawn
+
+
+def test_speculation_changes_nothing(cluster: Cluster) -> None:
+    def ask(prompt: str, request: dict[str, Any], k: int) -> Completion:
+        with Client(cluster.address, timeout=120) as client:
+            return client.generate(prompt, max_tokens=MAX_TOKENS, num_speculative_tokens=k, **request)
+
+    drawn = drawn_requests()
+    assert len(drawn) == 60
+    proposed = accepted = cut_short = 0
+    # With and without proposals at the same time: each is company for the others.
+    with ThreadPoolExecutor(COMPANY) as pool:
+        answers = [(pool.submit(ask, *one, 4), pool.submit(ask, *one, 0)) for one in drawn]
+        for (prompt, request), pair in zip(drawn, answers, strict=True):
+            fast, plain = (answer.result() for answer in pair)
+            assert (fast.text, fast.token_ids, fast.finish_reason, fast.matched_stop) == (
+                plain.text,
+                plain.token_ids,
+                plain.finish_reason,
+                plain.matched_stop,
+            ), (prompt, request)
+            assert fast.logprobs == plain.logprobs, (prompt, request)
+            assert fast.prompt_logprobs == plain.prompt_logprobs, (prompt, request)
+            assert (fast.logprobs is None) == ("logprobs" not in request)
+            if fast.logprobs is not None:
+                assert [entry.token_id for entry in fast.logprobs] == list(fast.token_ids)
+            assert fast.reproducible
+            assert plain.speculation.num_draft_tokens == 0
+            proposed += fast.speculation.num_draft_tokens
+            accepted += fast.speculation.num_accepted_tokens
+            cut_short += fast.finish_reason == "stop"
+    print(f"accepted {accepted} of {proposed}, {cut_short} ended early")
     # Otherwise nothing was shown.
     assert proposed > 300
     assert 50 < accepted < proposed
