@@ -76,32 +76,43 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("home", ["file", "config", "named"])
-def test_chat_template_as_transformers_renders_it(tmp_path: Path, home: str) -> None:
-    config: dict[str, object] = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    files: dict[str, object] = {"tokenizer_config__json": config}
-    if home == "file":
-        files["chat_template__jinja"] = CHATML
-    elif home == "config":
-        config["chat_template"] = CHATML
-    else:
-        config["chat_template"] = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "no"}]
-    folder = model_folder(tmp_path, **files)
-    ours = TextTokenizer(folder)
-    script = (
-        "import json, sys; from transformers import AutoTokenizer; t = AutoTokenizer.from_pretrained(sys.argv[1]); "
-        "print(json.dumps(t.apply_chat_template(json.loads(sys.argv[2]), tokenize=False, add_generation_prompt=True)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(folder), json.dumps(MESSAGES)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+# Where the chat template stands: a file of its own, the tokenizer's configuration, or there under a name.
+HOMES: dict[str, dict[str, object]] = {
+    "file": {},
+    "config": {"chat_template": CHATML},
+    "named": {"chat_template": [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "no"}]},
+}
+RENDER = """
+import json, sys
+from transformers import AutoTokenizer
+for folder in sys.argv[2:]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = json.loads(sys.argv[1])
+    print(json.dumps(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
+"""
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """For each home a folder, and the chat as transformers renders it, in one process for all."""
+    folders = []
+    for home, template in HOMES.items():
+        config = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast", **template}
+        files: dict[str, object] = {"chat_template__jinja": CHATML} if home == "file" else {}
+        folders.append(model_folder(tmp_path_factory.mktemp(home), tokenizer_config__json=config, **files))
+    command = [sys.executable, "-c", RENDER, json.dumps(MESSAGES), *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+    texts = [json.loads(line) for line in done.stdout.splitlines()[-len(HOMES) :]]
+    return dict(zip(HOMES, zip(folders, texts, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_chat_template_as_transformers_renders_it(rendered: dict[str, tuple[Path, str]], home: str) -> None:
+    folder, expected = rendered[home]
+    ours = TextTokenizer(folder)
     text = ours.render_chat(MESSAGES)
-    assert text == json.loads(done.stdout.splitlines()[-1])
+    assert text == expected
     assert ours.decode(ours.encode_chat(MESSAGES)) == text
 
 
