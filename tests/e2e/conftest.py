@@ -221,7 +221,8 @@ def running_cluster(tmp_path_factory: pytest.TempPathFactory, tiny_pair: tuple[P
 
     A test that breaks a part of it waits until that is whole again (``wait_until_whole``).
     """
-    cluster = write_cluster(tmp_path_factory.mktemp("cluster"), tiny_pair, "shared")
+    told = {"metrics_port": 0}
+    cluster = write_cluster(tmp_path_factory.mktemp("cluster"), tiny_pair, "shared", router=told, supervisor=told)
     cluster.up()
     yield cluster
     cluster.down()
