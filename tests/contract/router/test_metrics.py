@@ -74,6 +74,11 @@ async def test_counts_are_those_of_the_answers(world: Any) -> None:
     answers = [await client.generate(f"text {number}", max_tokens=24, ignore_eos=True) for number in range(3)]
     with pytest.raises(InvalidRequest):
         await client.generate("x", max_tokens=0)
+
+    async def all_ended() -> bool:  # a client may leave a moment before the router closes its stream
+        return (await scrape(server.metrics_url))("outrider_e2e_request_latency_seconds_count") == 3
+
+    await world.until(all_ended, "three requests have ended")
     told = await scrape(server.metrics_url)
     spec = [answer.speculation for answer in answers]
     assert told("outrider_spec_decode_num_drafts_total") == sum(one.num_spec_steps for one in spec) > 0
@@ -117,7 +122,7 @@ async def test_what_clients_send_makes_no_new_series(world: Any) -> None:
 
 
 async def test_a_client_that_goes_away_counts_as_an_abort(world: Any) -> None:
-    await world.target(ToyModel(), step_s=0.05)
+    await world.target(ToyModel(), step_s=0.25)
     server = await world.router(**PORTS)
     client = await world.client(server)
     async with client.stream("text", max_tokens=200, ignore_eos=True) as stream:
