@@ -17,7 +17,7 @@ import psutil
 from outrider.cluster.config import RayConfig
 from outrider.cluster.placement import NodeFacts, Resources, shortage
 from outrider.cluster.telemetry import set_up_actor
-from outrider.cluster.worker_logs import forward_as_json
+from outrider.cluster.worker_logs import forward_as_json, log_as_others_do
 from outrider.core.errors import ConfigError, GroupError, OutriderError, Unavailable
 
 OBJECT_STORE_BYTES = 80 << 20  # tensors never go through Ray; this is about the least that it takes
@@ -86,6 +86,8 @@ class RayCluster:
         import ray
         import ray.exceptions
 
+        if self._json_logs:
+            log_as_others_do()
         options: dict[str, Any] = {"namespace": self._namespace, "log_to_driver": True, "logging_level": "WARNING"}
         if self.is_local:
             options |= {

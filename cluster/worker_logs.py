@@ -18,6 +18,13 @@ HANDLER = "ray_print_logs"  # Ray's own, which it removes when it shuts down
 AUTOSCALER = "autoscaler"  # in place of a number
 
 
+def log_as_others_do() -> None:
+    """What Ray itself logs in this process goes the way of other lines. Once it was imported, which undoes this."""
+    rays = logging.getLogger("ray")
+    rays.handlers.clear()
+    rays.propagate = True
+
+
 def forward_as_json() -> None:
     """From now on, in this process, which has joined Ray."""
     from ray._private.ray_logging import global_worker_stdstream_dispatcher

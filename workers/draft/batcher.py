@@ -295,7 +295,8 @@ class Batcher:
         del session.blocks[keep:]
 
     def _refuse(self, address: Address, why: str) -> None:
-        logger.warning("session %d of stream %d cannot be served: %s", address.session_id, address.stream, why)
+        session, stream, known = address.session_id, address.stream, {"epoch": address.epoch}
+        logger.warning("session %d of stream %d cannot be served: %s", session, stream, why, extra=known)
         if address.key in self.sessions:
             self._drop(self.sessions[address.key])
         self.times.evicted(EvictionReason.UNSPECIFIED)

@@ -41,16 +41,21 @@ def test_the_table_of_rays_autoscaler_is_left_out(caplog: pytest.LogCaptureFixtu
     assert caplog.records == []
 
 
-def test_rays_own_way_of_printing_is_replaced() -> None:
+def test_rays_own_way_of_printing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted where Ray has it; it names the workers in front of every line."""
+    rays = logging.getLogger("ray")
+    monkeypatch.setattr(rays, "handlers", [logging.StreamHandler()])
+    monkeypatch.setattr(rays, "propagate", False)
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
-    from outrider.cluster.worker_logs import HANDLER, forward_as_json
+    from outrider.cluster.worker_logs import HANDLER, forward_as_json, log_as_others_do
 
     dispatcher.add_handler(HANDLER, print)
     try:
         forward_as_json()
+        log_as_others_do()
         assert [handler for name, handler in dispatcher.handlers if name == HANDLER] == [forward]
+        assert (rays.handlers, rays.propagate) == ([], True)
     finally:
         dispatcher.remove_handler(HANDLER)
 
