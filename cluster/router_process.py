@@ -84,36 +84,44 @@ class RouterProcess:
                 raise GroupError(f"the router did not register within {REGISTER_TIMEOUT_S:g} s; see {self._log_file}")
             await asyncio.sleep(0.05)
 
-    async def wait_ready(self, num_drafts: int) -> None:
-        """Wait until it reports a target group that is ready and ``num_drafts`` drafts."""
+    async def wait_ready(self, registry: Registry, num_drafts: int) -> None:
+        """Wait until the target group is ready and has ``num_drafts`` drafts.
+
+        Asks where routers ask each other: there are neither keys nor TLS, of which this process holds no part.
+        """
         import grpc
         import grpc.aio
 
-        from outrider.v1 import admin_pb2, admin_pb2_grpc
+        from outrider.v1 import group_pb2, group_pb2_grpc
 
         deadline = time.monotonic() + READY_TIMEOUT_S
         seen = "no answer"
-        async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = admin_pb2_grpc.AdminServiceStub(channel)
-            while True:
-                try:
-                    status = await stub.Status(admin_pb2.StatusRequest(), timeout=5.0)
-                    states = [group.state for group in status.groups]
-                    drafts = [draft.state for draft in status.drafts]
-                    if states and all(state == "ready" for state in states) and drafts.count("ready") >= num_drafts:
-                        return
-                    refused = [state for state in [*states, *drafts] if state.startswith("refused")]
-                    if refused:
-                        raise ConfigError(f"the router {refused[0]}")
-                    seen = f"groups {states}, drafts {drafts}"
-                except grpc.aio.AioRpcError as error:
-                    seen = error.details() or error.code().name
-                self._raise_if_ended()
-                if time.monotonic() > deadline:
-                    raise GroupError(
-                        f"the router is not ready after {READY_TIMEOUT_S:g} s ({seen}); see {self._log_file}"
-                    )
-                await asyncio.sleep(0.1)
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(await self._owner(registry)) as channel:
+                    stub = group_pb2_grpc.GroupServiceStub(channel)
+                    found = await stub.Describe(group_pb2.DescribeRequest(), timeout=5.0)
+                drafts = [draft.state for draft in found.drafts]
+                if found.group.state == "ready" and drafts.count("ready") >= num_drafts:
+                    return
+                refused = [state for state in (found.group.state, *drafts) if state.startswith("refused")]
+                if refused:
+                    raise ConfigError(f"the router {refused[0]}")
+                seen = f"group {found.group.state}, drafts {drafts}"
+            except grpc.aio.AioRpcError as error:
+                seen = error.details() or error.code().name
+            self._raise_if_ended()
+            if time.monotonic() > deadline:
+                raise GroupError(f"the router is not ready after {READY_TIMEOUT_S:g} s ({seen}); see {self._log_file}")
+            await asyncio.sleep(0.1)
+
+    async def _owner(self, registry: Registry) -> str:
+        """Where the router that owns the group answers others: mostly this one, which is taken while none says so."""
+        routers = await registry.members("router")
+        owner = max(routers.values(), key=lambda record: int(record.get("group_token", 0)), default=None)
+        if owner is None or not owner.get("group_token"):
+            owner = routers.get(self.router_id)
+        return str(owner["group_address"]) if owner is not None else self.address
 
     async def watch(self) -> None:
         """Runs while the process does. Raises ``Unavailable`` when it ended."""

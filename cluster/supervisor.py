@@ -167,7 +167,7 @@ class Supervisor:
         router = self._router
         await guarded(all_or_first_error(self._build_group(), drafts.start()), router.watch())
         await router.wait_registered(registry)
-        await router.wait_ready(len(drafts))
+        await router.wait_ready(registry, len(drafts))
         if router.http_url:
             self._reporter.progress(f"OpenAI clients find the model at {router.http_url}")
         if router.metrics_url:
