@@ -34,5 +34,5 @@ model=$(curl -fsS --max-time 30 "${header[@]}" "$url/v1/models" | pick '["data"]
 if [ -z "${OUT:-}" ]; then OUT=$(mktemp -d); trap 'rm -rf "$OUT"' EXIT; fi
 [ $# -gt 0 ] || set -- --concurrency 2 --request-count 16 --isl 64 --osl 64 --extra-inputs ignore_eos:true --random-seed 7
 
-"$aiperf" profile --url "$url" --model "$model" --endpoint-type chat --streaming --use-server-token-count \
+"$aiperf" profile --url "$url" --model "$model" --streaming --use-server-token-count \
     --tokenizer "${TOKENIZER:-$root/models/tiny/target}" --ui none --no-gpu-telemetry --artifact-dir "$OUT" "${key[@]}" "$@"
