@@ -27,12 +27,13 @@ class _Section(BaseModel):
 class RedisConfig(_Section):
     """Where Redis is. Without a URL a redis-server is started on this machine."""
 
+    # redis:// or, for TLS, rediss://.
     url: str | None = None
     # Of its user; none is the default one.
     username: str | None = None
-    # File that holds the password and nothing else, in place of one in the URL.
+    # File that holds the password and nothing else, in place of one in the URL; read for each new connection.
     password_file: str | None = None
-    # CA of its certificate, in PEM, where the URL is rediss://; none trusts those of the system.
+    # CAs, in PEM, that its certificate may come from beside those that the system trusts.
     ca_certs: str | None = None
 
     @model_validator(mode="after")
@@ -304,7 +305,8 @@ def parse_config(text: str, *, base: Path, source: str = "settings") -> ClusterC
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"{source}: {field}: {first['msg']} (got {first['input']!r:.80})") from error
+        shown = "" if first["loc"][:1] == ("redis",) else f" (got {first['input']!r:.80})"  # a password may be in it
+        raise ConfigError(f"{source}: {field}: {first['msg']}{shown}") from (error if shown else None)
 
 
 def _expand(value: Any, source: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from outrider.cluster.keeper import keep
 from outrider.cluster.placement import DraftSeat, draft_node, shortage
 from outrider.cluster.ray_cluster import Actor, Draft, RayCluster, thread_environment
+from outrider.cluster.redis_access import RedisAccess
 from outrider.cluster.target_group import TargetGroup
 from outrider.cluster.telemetry import ActorEnvironment, no_environment
 from outrider.cluster.waiting import all_or_first_error
@@ -39,7 +40,7 @@ class DraftProcess:
         group: TargetGroup,
         *,
         cluster: str,
-        redis_url: str,
+        redis_url: RedisAccess,
         environment: ActorEnvironment = no_environment,
     ) -> None:
         """``environment``: further variables of a worker's process."""

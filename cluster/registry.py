@@ -14,11 +14,10 @@ import logging
 import threading
 from collections.abc import Awaitable
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit, urlunsplit
 
-import redis.asyncio
 from redis.exceptions import RedisError
 
+from outrider.cluster.redis_access import RedisAccess
 from outrider.core.errors import ConfigError, OutriderError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -65,32 +64,26 @@ return redis.call('DEL', KEYS[1])
 """
 
 
-def masked(url: str) -> str:
-    """The URL without its password, as it may stand in messages."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
-
-
 class Registry:
     """One cluster's shared facts. Use it from one event loop; close it with ``aclose``.
 
     Every call ends within ``timeout_s``; one that cannot be answered raises ``Unavailable`` with the URL in its line.
     """
 
-    def __init__(self, url: str, cluster: str, *, ttl_s: float = 3.0, timeout_s: float = 2.0) -> None:
-        self.url = url
+    def __init__(self, redis: str | RedisAccess, cluster: str, *, ttl_s: float = 3.0, timeout_s: float = 2.0) -> None:
+        """``redis``: a URL, or all that the settings say of it."""
+        self.redis = RedisAccess.of(redis) if isinstance(redis, str) else redis
         self.cluster = cluster
         self.ttl_s = ttl_s
         self.timeout_s = timeout_s
-        try:
-            self._redis = redis.asyncio.Redis.from_url(
-                url, decode_responses=True, socket_timeout=timeout_s, socket_connect_timeout=timeout_s
-            )
-        except ValueError as error:
-            raise ConfigError(f"redis.url is {masked(url)!r}, which is no Redis URL: {error}") from error
+        self._redis = self.redis.client(
+            decode_responses=True, socket_timeout=timeout_s, socket_connect_timeout=timeout_s
+        )
+
+    @property
+    def url(self) -> str:
+        """Without user and password."""
+        return self.redis.url
 
     async def __aenter__(self) -> Registry:
         return self
@@ -106,7 +99,7 @@ class Registry:
         info = await self._call(self._redis.info("server"))
         version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
-            raise ConfigError(f"Redis at {masked(self.url)} is version {version}; Outrider needs 6.2 or later")
+            raise ConfigError(f"Redis at {self.redis} is version {version}; Outrider needs 6.2 or later")
 
     async def next_epoch(self, group_id: str) -> int:
         """A number larger than every one that this cluster handed out for the group before."""
@@ -185,7 +178,7 @@ class Registry:
                 raise asyncio.CancelledError from error
             reason = " ".join(str(error).split()) or f"no answer within {self.timeout_s:g} s"
             raise Unavailable(
-                f"Redis at {masked(self.url)} does not answer ({reason}); start it or correct redis.url"
+                f"Redis at {self.redis} does not answer ({reason}); {self.redis.advice(error)}"
             ) from error
 
 
@@ -197,9 +190,16 @@ class Heartbeat:
     """
 
     def __init__(
-        self, url: str, cluster: str, kind: Kind, member_id: str, record: Record, *, ttl_s: float = 3.0
+        self,
+        redis: str | RedisAccess,
+        cluster: str,
+        kind: Kind,
+        member_id: str,
+        record: Record,
+        *,
+        ttl_s: float = 3.0,
     ) -> None:
-        self._url = url
+        self._redis = redis
         self._cluster = cluster
         self._kind = kind
         self._member_id = member_id
@@ -241,7 +241,7 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with Registry(self._url, self._cluster, ttl_s=self._ttl_s) as registry:
+        async with Registry(self._redis, self._cluster, ttl_s=self._ttl_s) as registry:
             await registry.announce(self._kind, self._member_id, self._record)
             self._announced = True
             self._started.set()

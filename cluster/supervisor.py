@@ -29,9 +29,9 @@ from outrider.cluster.keeper import keep
 from outrider.cluster.metrics import Parts, SupervisorMetrics
 from outrider.cluster.placement import ClusterPlacement, DraftSeat, plan_placement, shortage, threads_per_actor
 from outrider.cluster.ray_cluster import RayCluster, host_and_port
+from outrider.cluster.redis_access import RedisAccess
 from outrider.cluster.redis_server import LOOPBACK, RedisServer, address_towards
-from outrider.cluster.redis_url import connection_url
-from outrider.cluster.registry import Registry, masked
+from outrider.cluster.registry import Registry
 from outrider.cluster.report import LogReporter, Reporter, output_to
 from outrider.cluster.router_process import RouterProcess
 from outrider.cluster.state import ClusterState, StateFolder, child_of
@@ -150,7 +150,8 @@ class Supervisor:
             self._reporter.progress,
         )
         if self._with_router:
-            self._router = RouterProcess(self._config, self._folder.path, redis_url)
+            url = self._config.redis.url or _need(self._redis).url  # as it was given, with a password that is in it
+            self._router = RouterProcess(self._config, self._folder.path, url)
             self._router.launch()
             self._remember()
         ranks = self._config.target.tensor_parallel_size
@@ -204,17 +205,18 @@ class Supervisor:
             drafts=drafts.workers if drafts is not None else {},
         )
 
-    async def _start_redis(self) -> str:
-        url = connection_url(self._config.redis)
-        if url is not None:
-            self._reporter.progress(f"using Redis at {masked(url)}")
+    async def _start_redis(self) -> RedisAccess:
+        config = self._config.redis
+        if config.url is not None:
+            access = RedisAccess.of(config.url, config)
+            self._reporter.progress(f"using Redis at {access}")
         else:
             self._redis = RedisServer(self._folder.path / "redis", host=self._redis_host())
             await asyncio.to_thread(self._redis.start)
-            url = self._redis.url
-            self._reporter.progress(f"started Redis at {masked(url)}")
-        self._remember(redis_url=masked(url))
-        return url
+            access = RedisAccess.of(self._redis.url)
+            self._reporter.progress(f"started Redis at {access}")
+        self._remember(redis_url=str(access))
+        return access
 
     def _redis_host(self) -> str:
         """Where the nodes of a Ray cluster that was joined reach this machine; they may be other ones."""

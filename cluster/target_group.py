@@ -10,6 +10,7 @@ from typing import Any
 from outrider.cluster.config import TargetConfig
 from outrider.cluster.placement import ClusterPlacement, local_size, rank_device
 from outrider.cluster.ray_cluster import Actor, RayCluster, TargetRank, thread_environment
+from outrider.cluster.redis_access import RedisAccess
 from outrider.cluster.registry import Registry
 from outrider.cluster.telemetry import ActorEnvironment, no_environment
 from outrider.cluster.waiting import all_or_first_error
@@ -39,7 +40,7 @@ class TargetGroup:
         *,
         cluster: str,
         group_id: str,
-        redis_url: str,
+        redis_url: RedisAccess,
         environment: ActorEnvironment = no_environment,
     ) -> None:
         """``environment``: further variables of a rank's process."""

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 from outrider.cluster.config import ClusterConfig, load_config
+from outrider.cluster.redis_access import RedisAccess
 from outrider.cluster.telemetry import log_settings, trace_settings
 from outrider.core.errors import OutriderError
 from outrider.core.logs import LEVELS, Process, configure
@@ -67,7 +68,7 @@ async def serve(
     config: ClusterConfig, redis_url: str, router_id: str, grace_s: float, tracing: Tracing | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Raises ``ConfigError`` or ``Unavailable`` if it cannot start."""
-    server = RouterServer(config, redis_url, router_id=router_id, tracing=tracing)
+    server = RouterServer(config, RedisAccess.of(redis_url, config.redis), router_id=router_id, tracing=tracing)
     asked_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

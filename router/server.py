@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.cluster.config import ClusterConfig
+from outrider.cluster.redis_access import RedisAccess
 from outrider.cluster.registry import Registry
 from outrider.core.errors import ConfigError, Unavailable
 from outrider.core.sampling import Verifier
@@ -76,7 +77,7 @@ class RouterServer:
     def __init__(
         self,
         config: ClusterConfig,
-        redis_url: str,
+        redis: str | RedisAccess,
         *,
         router_id: str,
         settings: GroupSettings | None = None,
@@ -91,7 +92,7 @@ class RouterServer:
         self._router_id = router_id
         self._tokenizer = TextTokenizer(config.target.model)
         self._grammars = GrammarDoor(config.target.model, self._tokenizer)
-        self._registry = Registry(redis_url, config.cluster)
+        self._registry = Registry(redis, config.cluster)
         self._settings = settings or GroupSettings(step_timeout_s=config.target.step_timeout_s + 10)
         initial = LiveSettings(config.speculation.num_speculative_tokens, Verifier[config.speculation.verifier.upper()])
         self.group = Group(

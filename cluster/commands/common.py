@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -100,6 +101,8 @@ def endpoint(
     router: str, ca_certs: str | None, api_key: str | None, client_cert: str | None, client_key: str | None
 ) -> Endpoint:
     """A router and what it takes to be let in. Raises ``ConfigError`` where none is named."""
+    # gRPC would tell of a handshake that fails in lines of its own.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from outrider.client import Endpoint
 
     if not router:

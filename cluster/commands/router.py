@@ -31,13 +31,11 @@ def router(
 ) -> None:
     """Run one router here until SIGTERM, which lets running requests finish. Redis must be named by redis.url."""
     from outrider.cluster.config import load_config
-    from outrider.cluster.redis_url import connection_url
 
     config = load_config(file)
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
-    url = connection_url(config.redis)
-    if url is not None:
-        environment[REDIS_VARIABLE] = url  # a command line, and a password in it, is for all to read
+    if config.redis.url is not None:
+        environment[REDIS_VARIABLE] = config.redis.url  # a command line, and a password in it, is for all to read
     elif REDIS_VARIABLE not in environment:
         raise ConfigError(f"{file}: redis.url is missing: a router alone does not start Redis")
     words = ["-f", str(file), "--grace", str(grace)]

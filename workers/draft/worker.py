@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.cluster.config import DraftConfig
 from outrider.core.proposal import Proposal
@@ -19,6 +19,9 @@ from outrider.workers.draft.compute import ComputeThread, DraftStats
 from outrider.workers.draft.server import DraftServer, DraftServicer
 from outrider.workers.draft.sessions import DraftSession
 from outrider.workers.draft.times import DraftTimes
+
+if TYPE_CHECKING:
+    from outrider.cluster.redis_access import RedisAccess
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class DraftWorker:
         *,
         cluster: str,
         draft_id: str,
-        redis_url: str | None,
+        redis_url: str | RedisAccess | None,
         tracing: Tracing | None = None,
     ) -> None:
         self._config = config

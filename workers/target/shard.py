@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from outrider.workers.target.state import SequenceTable
 from outrider.workers.target.step import RankStep
 from outrider.workers.target.times import StepTimes
 
+if TYPE_CHECKING:
+    from outrider.cluster.redis_access import RedisAccess
+
 log = logging.getLogger(__name__)
 
 # Time for all ranks to load the model and find each other.
@@ -53,7 +56,7 @@ class TargetShard:
         group_id: str,
         rank: int,
         epoch: int,
-        redis_url: str | None,
+        redis_url: str | RedisAccess | None,
         tracing: Tracing | None = None,
     ) -> None:
         """``redis_url`` None: the leader does not register."""

@@ -9,8 +9,9 @@ from uuid import uuid4
 
 import pytest
 
+from outrider.cluster.redis_access import RedisAccess
 from outrider.cluster.redis_server import RedisServer, free_port
-from outrider.cluster.registry import Heartbeat, Registry, masked
+from outrider.cluster.registry import Heartbeat, Registry
 from outrider.core.errors import ConfigError, Unavailable
 
 TTL_S = 0.3
@@ -154,7 +155,7 @@ async def test_a_dead_redis_is_named_in_one_line() -> None:
         with pytest.raises(Unavailable) as caught:
             await registry.members("draft")
     line = str(caught.value)
-    assert masked(url) in line
+    assert str(RedisAccess.of(url)) in line
     assert "secret" not in line
     assert "\n" not in line
     with pytest.raises(Unavailable, match="does not answer"):
