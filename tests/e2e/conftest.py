@@ -20,6 +20,8 @@ import psutil
 import pytest
 import yaml
 
+from outrider_collector import Collector
+
 ROOT = Path(__file__).resolve().parents[2]
 UP_TIMEOUT_S = 420.0  # a busy machine imports torch three times at once, and may have to build an operator
 DOWN_TIMEOUT_S = 100.0
@@ -216,13 +218,32 @@ def make_cluster(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> Iterator[MakeC
 
 
 @pytest.fixture(scope="session")
-def running_cluster(tmp_path_factory: pytest.TempPathFactory, tiny_pair: tuple[Path, Path]) -> Iterator[Cluster]:
+def collector() -> Iterator[Collector]:
+    """Where the spans of ``running_cluster`` go."""
+    with Collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def running_cluster(
+    tmp_path_factory: pytest.TempPathFactory, tiny_pair: tuple[Path, Path], collector: Collector
+) -> Iterator[Cluster]:
     """Two ranks and a draft of the tiny pair, for all tests of the session.
 
-    A test that breaks a part of it waits until that is whole again (``wait_until_whole``).
+    A test that breaks a part of it waits until that is whole again (``wait_until_whole``). Only requests that their
+    clients sample are traced. Its logs are JSON.
     """
     told = {"metrics_port": 0}
-    cluster = write_cluster(tmp_path_factory.mktemp("cluster"), tiny_pair, "shared", router=told, supervisor=told)
+    cluster = write_cluster(
+        tmp_path_factory.mktemp("cluster"),
+        tiny_pair,
+        "shared",
+        router=told,
+        supervisor=told,
+        logging={"format": "json"},
+        tracing={"otlp_endpoint": collector.endpoint, "sample_ratio": 0.0},
+    )
+    cluster.environment["OTEL_BSP_SCHEDULE_DELAY"] = "100"  # milliseconds until spans are sent
     cluster.up()
     yield cluster
     cluster.down()
