@@ -62,6 +62,7 @@ def check_router_port(config: ClusterConfig) -> None:
     ports = {
         "router.port": router.port,
         "router.http_port": router.http_port,
+        "router.group_port": router.group_port,
         "router.metrics_port": router.metrics_port,
         "supervisor.metrics_port": config.supervisor.metrics_port,
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cluster import checks
 from outrider.cluster.checks import check_router_port
 from outrider.cluster.config import ClusterConfig, RouterConfig, parse_config
 from outrider.cluster.router_process import RouterProcess
@@ -53,28 +54,33 @@ def test_what_cannot_be_is_refused(lines: str) -> None:
         router_of(lines)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
-def test_a_port_that_cannot_be_had_is_named_before_anything_starts() -> None:
+def test_a_port_that_cannot_be_had_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"router.http_port: cannot listen on 127.0.0.1:{port}"):
             check_router_port(config_of(f"http_port: {port}"))
-    port = free_port()
-    with pytest.raises(ConfigError, match=f"router.http_port is {port}"):
-        check_router_port(config_of(f"http_port: {port}, port: {port}"))
     check_router_port(config_of("http_port: null"))
+    # Whoever else may have this one now.
+    monkeypatch.setattr(checks, "_check_port", lambda *address: None)
+    with pytest.raises(ConfigError, match=r"router\.http_port is 7070, which is router\.port too"):
+        check_router_port(config_of("http_port: 7070, port: 7070"))
+    with pytest.raises(ConfigError, match=r"router\.group_port is 7070, which is router\.port too"):
+        check_router_port(config_of("group_port: 7070, port: 7070"))
 
 
-def test_a_router_that_is_started_again_keeps_its_ports(tmp_path: Path) -> None:
+def test_a_router_that_is_started_again_keeps_its_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RouterProcess, "_free_again", lambda self, port: port)
     router = RouterProcess(config_of(""), tmp_path, "redis://nowhere")
-    router.address, router.http_url = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}/v1"
+    router.address, router.http_url = "127.0.0.1:7070", "http://127.0.0.1:8000/v1"
     kept = router._settings().router
-    assert (f"127.0.0.1:{kept.port}", f"http://127.0.0.1:{kept.http_port}/v1") == (router.address, router.http_url)
+    assert (kept.port, kept.http_port) == (7070, 8000)
     off = RouterProcess(config_of("http_port: null"), tmp_path, "redis://nowhere")
     off.address = router.address
     assert off._settings().router.http_port is None
+
+
+def test_a_port_that_somebody_took_meanwhile_is_given_up(tmp_path: Path) -> None:
+    router = RouterProcess(config_of(""), tmp_path, "redis://nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        router.address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert router._settings().router.port == 0
