@@ -17,6 +17,7 @@ import yaml
 
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.registry import Registry
+from outrider.cluster.telemetry import quiet_core
 from outrider.core.errors import ConfigError, GroupError, Unavailable
 
 REGISTER_TIMEOUT_S = 60.0
@@ -66,6 +67,7 @@ class RouterProcess:
                     **os.environ,
                     "PYTHONSAFEPATH": "1",
                     "TOKENIZERS_PARALLELISM": "false",
+                    **quiet_core(self._config),
                     "OUTRIDER_REDIS_URL": self._redis_url,  # a command line, and a password in it, is for all to read
                 },
             )

@@ -31,6 +31,13 @@ def trace_settings(config: ClusterConfig) -> TraceSettings | None:
     return tracing.settings_with(config.tracing.otlp_endpoint, config.tracing.sample_ratio, os.environ)
 
 
+def quiet_core(config: ClusterConfig) -> dict[str, str]:
+    """Variables of a process whose log is JSON: gRPC's core writes lines past every logger, and looks at its import."""
+    if log_settings(config).format == "json":
+        return {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR")}
+    return {}
+
+
 def actor_environment(config: ClusterConfig, process: Process) -> dict[str, str]:
     """The variables that make ``set_up_actor`` in another process do what the settings say.
 
@@ -41,6 +48,7 @@ def actor_environment(config: ClusterConfig, process: Process) -> dict[str, str]
         LEVEL_VARIABLE: settings.level,
         FORMAT_VARIABLE: settings.format,
         PROCESS_VARIABLE: json.dumps(asdict(process)),
+        **quiet_core(config),
     }
     variables |= {key: value for key, value in os.environ.items() if _is_for_actors(key)}
     if config.tracing.otlp_endpoint is not None:

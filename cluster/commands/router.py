@@ -31,9 +31,10 @@ def router(
 ) -> None:
     """Run one router here until SIGTERM, which lets running requests finish. Redis must be named by redis.url."""
     from outrider.cluster.config import load_config
+    from outrider.cluster.telemetry import quiet_core
 
     config = load_config(file)
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **quiet_core(config)}
     if config.redis.url is not None:
         environment[REDIS_VARIABLE] = config.redis.url  # a command line, and a password in it, is for all to read
     elif REDIS_VARIABLE not in environment:

@@ -7,7 +7,6 @@ task works for; further fields of one line go into its ``extra``. Nobody logs wh
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -84,7 +83,6 @@ def configure(settings: LogSettings, process: Process) -> None:
     logging.getLogger("outrider").setLevel(level)
     logging.captureWarnings(True)
     if settings.format == "json":
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its core writes lines of its own, and asks at the first use
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_in_thread
 

@@ -94,3 +94,12 @@ def test_progress_is_a_part_of_such_a_log(caplog: pytest.LogCaptureFixture) -> N
         ("ERROR", "lost"),
         ("INFO", "stopping"),
     ]
+
+
+def test_the_core_of_grpc_is_quiet_where_lines_are_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    monkeypatch.delenv("OUTRIDER_LOG_FORMAT", raising=False)
+    assert telemetry.quiet_core(parse_config(CONFIG, base=Path())) == {"GRPC_VERBOSITY": "ERROR"}
+    assert telemetry.quiet_core(parse_config("target: {model: m}", base=Path())) == {}
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    assert telemetry.quiet_core(parse_config(CONFIG, base=Path())) == {"GRPC_VERBOSITY": "DEBUG"}
