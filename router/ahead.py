@@ -60,7 +60,8 @@ def rows_ahead(batcher: Batcher, step: Step, limit_prompts: LimitPrompts | None)
     rows = [_rows(outlook, 1) for outlook in decoding]
     left = RowsLeft(batcher.budget - len(decoding), MAX_SCORED_ROWS)
     if limit_prompts is not None and decoding and (len(going_on) > len(decoding) or batcher.waiting):
-        left.rows = min(left.rows, limit_prompts(len(decoding)))
+        entering = len(going_on) - len(decoding) + batcher.num_joining
+        left.rows = min(left.rows, limit_prompts(len(decoding), entering, len(decoding)))
     for outlook in going_on:
         if outlook.num_missing > 1 and left.rows > 0:
             rows.append(_rows(outlook, min(outlook.num_missing, left.rows)))

@@ -24,7 +24,8 @@ PREFILL_SHARE = 4  # proposals leave one row in this many to prompts that wait
 MAX_SCORED_ROWS = 128  # of a step: each is a row of logits in memory, as wide as the vocabulary
 
 Propose = Callable[[Request], Heard | None]
-LimitPrompts = Callable[[int], int]
+# Rows that do not enter a prompt, requests that enter one, and requests that decode -> the most rows of prompts.
+LimitPrompts = Callable[[int, int, int], int]
 
 
 class Batcher:
@@ -90,6 +91,11 @@ class Batcher:
             self.pool.release(reversed(request.blocks))
             _forget_cache(request)
 
+    @property
+    def num_joining(self) -> int:
+        """Requests of the queue that there are places for."""
+        return max(0, min(len(self.waiting), self.max_num_seqs - len(self.running)))
+
     def can_admit(self) -> bool:
         """Whether a request of the queue could join the next step."""
         return self._admissible() is not None
@@ -101,7 +107,7 @@ class Batcher:
 
         ``propose`` gives the proposal that continues a request's text, of any length, or None. ``resting`` requests
         would rather stay out of it; they do unless nobody else takes part. ``limit_prompts`` gives the most rows of
-        prompts beside the rows of requests that decode.
+        prompts beside requests that decode.
         """
         suspect = next((request for request in (*self.running, *self.waiting) if request.runs_alone), None)
         if suspect is not None and (alone := self._build_alone(suspect, propose)):
@@ -126,7 +132,9 @@ class Batcher:
             left.rows -= built.plan.num_proposal_tokens
             rows.append(built)
         if limit_prompts is not None and (prompts or head is not None) and (decoding or resting):
-            left.rows = min(left.rows, limit_prompts(self.budget - left.rows))
+            entering = len(prompts) + self.num_joining
+            num_decoding = len(self.running) - len(prompts)
+            left.rows = min(left.rows, limit_prompts(self.budget - left.rows, entering, num_decoding))
         for request in prompts:
             rows += self._prompt_rows(request, propose, left)
         return [*rows, *self.admit(propose, left)]

@@ -35,6 +35,7 @@ from outrider.router.round_trace import MakeTrace, no_trace, step_traces
 from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
 from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
+from outrider.router.step_cost import fair_slowdown
 from outrider.router.step_rows import Rows
 from outrider.router.suspects import failure_message, group_failed, progressed
 
@@ -331,7 +332,11 @@ class Scheduler:
     @property
     def _limit_prompts(self) -> LimitPrompts | None:
         slowdown = self.settings.max_prefill_slowdown
-        return (lambda num_decoding: self._pacer.most_prompt_rows(num_decoding, slowdown)) if slowdown else None
+        if not slowdown:
+            return None
+        return lambda rows, entering, decoding: self._pacer.most_prompt_rows(
+            rows, fair_slowdown(slowdown, entering, decoding)
+        )
 
     def _commit(self, part: Rows, outcome: SequenceResult, now: float) -> Committed:
         """Make a round's tokens permanent, up to where the text ends."""

@@ -58,6 +58,16 @@ def most_prompt_rows(costs: StepCosts, num_decoding: int, max_slowdown: float) -
     return max(MIN_PROMPT_ROWS, math.floor(rows) - num_decoding)
 
 
+def fair_slowdown(max_slowdown: float, num_entering: int, num_decoding: int) -> float:
+    """How many times as long a step with prompts may take: longer where many enter beside few that decode.
+
+    Streams lose as much time to prompts in few long steps as in many short ones, only less evenly; prompts wait twice
+    as long in short ones. So each that enters may have a share, as often as more enter than decode.
+    """
+    shares = num_entering**2 / max(1, num_decoding)
+    return 1.0 + (max_slowdown - 1.0) * max(1.0, shares)
+
+
 def typical(costs: StepCosts) -> list[Point]:
     """Medians of steps of about the same size (up to a power of two), by size; seconds never fall as rows grow.
 

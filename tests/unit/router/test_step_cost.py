@@ -143,6 +143,36 @@ def test_a_long_prompt_does_not_stall_streams(toy) -> None:
     assert len(mixed) <= 60  # 52 rows would fit into every step
 
 
+@pytest.mark.parametrize(("num_streams", "num_prompts"), [(1, 7), (2, 6), (6, 2)])
+def test_many_prompts_do_not_wait_for_a_few_streams(toy, num_streams: int, num_prompts: int) -> None:
+    world = toy.World(toy.group_info(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=512))
+    for index in range(num_streams):
+        world.add(f"s{index}", [index, 1, 2], max_tokens=300)
+
+    def step() -> float:
+        seconds = cpu(world.start().num_rows)
+        world.now += seconds
+        world.finish()
+        world.scheduler.check_integrity()
+        return seconds
+
+    plain = max([step() for _ in range(12)][1:])
+    for index in range(num_prompts):
+        world.add(f"long{index}", [index, *range(20)] * 10, max_tokens=300)
+    slowest, began = 0.0, world.now
+    while not all(world.texts.get(f"long{index}") for index in range(num_prompts)):
+        slowest = max(slowest, step())
+    taken = world.now - began
+    # A row takes 0.002 s beside the 0.1 s of a step, so that steps of 0.2 s have 50 rows and take twice the rows' time.
+    of_rows = num_prompts * 210 * 0.002
+    if num_prompts > num_streams:
+        assert taken < 1.7 * of_rows
+    else:
+        assert slowest <= 2.1 * plain
+    world.run_to_end()
+    world.check_ends()
+
+
 def test_without_the_limit_it_does(toy) -> None:
     plain, mixed = enter(toy, 2000, SchedulerSettings(max_prefill_slowdown=0.0), cpu)
     assert max(mixed) > 9 * max(plain)
