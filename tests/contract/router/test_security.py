@@ -7,6 +7,7 @@ import contextlib
 import logging
 import ssl
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -16,6 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.client import AsyncClient, ConfigError, Unauthenticated, Unavailable
+from outrider.router import certificates
+from outrider.router import keys as keys_module
 from outrider.router.server import RouterServer
 from outrider_certificates import Files, served_at
 
@@ -35,6 +38,11 @@ def client_of(server: RouterServer, **security: Any) -> AsyncClient:
 def ports(server: RouterServer) -> tuple[int, int]:
     """Those of gRPC and HTTP."""
     return int(server.address.rpartition(":")[2]), httpx.URL(server.http_url).port or 0
+
+
+def of(module: ModuleType, caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What a module wrote into the log."""
+    return [record for record in caplog.records if record.name == module.__name__]
 
 
 async def status_over_http(server: RouterServer, files: Files, key: str | None = None) -> int:
@@ -138,19 +146,19 @@ async def test_a_renewed_certificate_is_for_the_next_connection(
         second = files.renew()
         assert await served() == {second}
 
-        caplog.set_level(logging.INFO, "outrider.router.certificates")
+        caplog.set_level(logging.INFO, certificates.__name__)
         leaf = files.issue()
         for broken in (leaf.private_key_pem.bytes(), b"", b"-----BEGIN"):
             caplog.clear()
             Files.write(files.key, broken)  # of another pair; of none
             for _ in range(3):
                 assert await served() == {second}
-            (record,) = caplog.records
+            (record,) = of(certificates, caplog)
             assert (record.levelname, "ssl_certfile" in record.message) == ("ERROR", True)
         caplog.clear()
         files.key.unlink()
         assert await served() == {second}
-        (record,) = caplog.records
+        (record,) = of(certificates, caplog)
         assert "cannot read" in record.message
         third = files.renew()
         assert await served() == {third}
@@ -222,8 +230,12 @@ async def test_health_is_for_all_and_reflection_for_those_with_a_key(world: Any,
     server = await world.router(router={"api_key_file": str(keys)})
     async with grpc.aio.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        async def serves() -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        await world.until(serves, "the health service says so", timeout_s=DEADLINE_S)
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
@@ -297,13 +309,13 @@ async def test_keys_change_with_their_file_from_the_next_request_on(
             target.resume()  # what was admitted goes on
             assert len("".join([piece async for piece in stream])) == 20
         assert await admitted(other, "thirds")
-        caplog.set_level(logging.WARNING, "outrider.router.keys")
+        caplog.set_level(logging.WARNING, keys_module.__name__)
         for spoil in (lambda: put(keys, "# nobody\n"), keys.unlink):
             caplog.clear()
             spoil()
             assert await admitted(other, "thirds")
             assert not await admitted(first, "first")
-            (record,) = caplog.records
+            (record,) = of(keys_module, caplog)
             assert "those that were read before hold" in record.message
 
 
