@@ -91,9 +91,16 @@ def faults_of(spans: list[CollectedSpan], client_span_id: str) -> list[str]:
                 faults.append(f"{span.name} is not a child of its client's span")
         elif parent is None or parent.name != parents[span.name]:
             faults.append(f"{span.name} of {span.service} {span.instance} has {parent and parent.name} for a parent")
+        elif span.name in ("propose", "commit") and _base(span) != _base(parent):
+            faults.append(f"{span.name} continues {_base(span)} tokens in a round that continues {_base(parent)}")
         if span.end < span.start:
             faults.append(f"{span.name} ends before it begins")
     return faults
+
+
+def _base(span: CollectedSpan) -> Any:
+    """Length of the text that it continues; None for a round that was not finished."""
+    return span.attributes.get("outrider.base_len")
 
 
 def _collected(span: Any, resource: dict[str, Any]) -> CollectedSpan:

@@ -63,6 +63,31 @@ async def spans_of(tracing: Tracing, collector: Collector, trace_id: str | None 
     return collector.spans(trace_id)
 
 
+def test_the_checker_sees_what_is_planted() -> None:
+    def span(name: str, own: str, parent: str, base_len: int | None = None, end: int = 2) -> CollectedSpan:
+        attributes = {} if base_len is None else {"outrider.base_len": base_len}
+        return CollectedSpan(name, "t", own, parent, 1, end, False, "s", "i", attributes)
+
+    sound = [
+        span("request", "a", "client"),
+        span("round", "b", "a", 5),
+        span("propose", "c", "b", 5),
+        span("verify", "d", "b"),
+        span("commit", "e", "b", 5),
+    ]
+    assert faults_of(sound, "client") == []
+    planted = {
+        "is not a child of its client's span": span("request", "a", "other"),
+        "has None for a parent": span("verify", "d", "gone"),
+        "has request for a parent": span("verify", "d", "a"),
+        "continues 4 tokens in a round that continues 5": span("propose", "c", "b", 4),
+        "ends before it begins": span("verify", "d", "b", end=0),
+    }
+    for words, wrong in planted.items():
+        [fault] = faults_of([wrong if one.span_id == wrong.span_id else one for one in sound], "client")
+        assert words in fault
+
+
 @pytest.mark.parametrize("plan_ahead", [False, True])
 async def test_a_traced_request_is_rounds_that_follow_each_other(
     world: Any, collector: Collector, tracing: Tracing, plan_ahead: bool
