@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -160,7 +160,8 @@ class RemoteGroup:
 
     def _meant(self, error: grpc.aio.AioRpcError, broken: type[Unavailable]) -> OutriderError:
         """What the owner said, or ``broken`` where it said nothing."""
-        if DETAILS_KEY in dict(error.trailing_metadata() or ()):
+        metadata: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
+        if DETAILS_KEY in dict(metadata):
             return error_from_rpc(error)
         if self._ended is not None:
             return self._ended

@@ -18,9 +18,11 @@ import pytest
 import yaml
 
 from outrider.client import AsyncClient, InvalidRequest, Unavailable
+from outrider.cluster.registry import Registry
 from outrider.core.sampling import Sampling, Verifier
 from outrider.router.group_route import GroupRoute
 from outrider.router.group_service import GroupServicer
+from outrider.router.lease import GroupLease
 from outrider.router.requests import NewRequest
 from outrider.router.submission import submit_to_wire
 from outrider.testing import ToyModel
@@ -33,6 +35,26 @@ LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 def expected(count: int, prompt: str = PROMPT, choice: int = 0) -> str:
     return bytes(ToyModel().output(list(prompt.encode()), count, choice)).decode()
+
+
+# However long the machine stops for, no lease runs out by itself: a test ends the one that it wants to see end.
+TTL_S = 600.0
+PAUSE_S = 0.2
+LAUNCHER = f"""
+import sys
+from outrider.cluster.registry import Registry
+from outrider.router.lease import GroupLease
+Registry.__init__.__kwdefaults__["ttl_s"] = {TTL_S}
+GroupLease._pause_s = {PAUSE_S}
+from outrider.router.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _lasting_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Registry.__init__.__kwdefaults__, "ttl_s", TTL_S)
+    monkeypatch.setattr(GroupLease, "_pause_s", PAUSE_S)
 
 
 async def two_routers(world: Any, **changes: Any) -> tuple[Any, Any]:
@@ -92,7 +114,8 @@ async def test_text_and_statistics_are_those_of_the_owner(world: Any) -> None:
 async def test_http_through_a_frontend(world: Any) -> None:
     await world.target()
     owner, other = await two_routers(world, router={"served_model_name": "toy"})
-    cards, answers = [], []
+    cards: list[Any] = []
+    answers = []
     for url in (owner.http_url, other.http_url):
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
             cards.append((await client.models.retrieve("toy")).to_dict())
@@ -140,16 +163,19 @@ async def test_an_abort_reaches_the_owner_and_so_does_a_client_that_goes_away(wo
 async def test_what_nobody_watches_is_aborted(world: Any) -> None:
     target = await world.target()
     server = await world.router(times=replace(world.times, step_timeout_s=2 * DEADLINE_S))
-    servicer = GroupServicer(server.group, server._tokenizer, server._grammars, lambda: None, unwatched_s=0.05)
+    servicer = GroupServicer(
+        server.group, server._tokenizer, server._grammars, group_pb2.DescribeResponse, unwatched_s=0.05
+    )
     target.pause()
     greedy = Sampling(temperature=0.0, seed=1, verifier=Verifier.GREEDY)
+    context: Any = None  # which it needs for errors only
     request = NewRequest("orphan", 0, tuple(PROMPT.encode()), greedy, max_tokens=400)
-    answer = await servicer.Submit(submit_to_wire(request, 0.0), None)
+    answer = await servicer.Submit(submit_to_wire(request, 0.0), context)
     assert not answer.not_here
     await world.until(lambda: server.group.num_unfinished == 0, "it is aborted", timeout_s=DEADLINE_S)
     target.resume()
     servicer.draining = True
-    assert (await servicer.Submit(submit_to_wire(request, 0.0), None)).not_here
+    assert (await servicer.Submit(submit_to_wire(request, 0.0), context)).not_here
 
 
 async def test_an_owner_that_lost_the_group_ends_what_it_ran(world: Any) -> None:
@@ -163,7 +189,7 @@ async def test_an_owner_that_lost_the_group_ends_what_it_ran(world: Any) -> None
     lease = owner.group.target._lease
     registry = world.registry
     held = registry._key("owner", lease.group_id), f"{lease.token + 1}:frontend"  # which will claim it again
-    await registry._redis.set(*held, px=round(1000 * DEADLINE_S))
+    await registry._redis.set(*held, px=round(1000 * TTL_S))
     with pytest.raises(Unavailable, match=r"another router owns group .*; send the request again"):
         await running
     target.resume()
@@ -184,7 +210,7 @@ async def test_the_end_of_grace_ends_streams_with_an_error(world: Any) -> None:
         client = await world.client(server, DEADLINE_S)
         over_grpc = asyncio.create_task(client.generate(PROMPT, max_tokens=400, temperature=0))
         async with openai.AsyncOpenAI(base_url=server.http_url, api_key="x", max_retries=0, timeout=DEADLINE_S) as http:
-            asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 400, "temperature": 0}
+            asked: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "max_tokens": 400, "temperature": 0}
             whole = asyncio.create_task(http.completions.create(**asked))
             stream = await http.completions.create(**asked, stream=True)
             await world.until(lambda: owner.group.num_unfinished == 3, "three run", timeout_s=DEADLINE_S)
@@ -209,7 +235,7 @@ class Router:
     """One process."""
 
     def __init__(self, world: Any, file: Path, router_id: str) -> None:
-        command = [sys.executable, "-P", "-m", "outrider.router", "-f", str(file), "--router-id", router_id]
+        command = [sys.executable, "-P", "-c", LAUNCHER, "-f", str(file), "--router-id", router_id]
         command += ["--redis", world.redis_url, "--grace", "600"]
         self.router_id = router_id
         self.process = subprocess.Popen(command, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"})
@@ -370,6 +396,8 @@ async def test_the_owner_ends_and_another_one_serves(world: Any, routers: Router
         owner.process.kill()
         with pytest.raises(Unavailable, match="send the request again"):
             await running
+    await world.registry._redis.delete(world.registry._key("owner", owner.record["group_id"]))  # it runs out
+    await world.registry.withdraw("router", owner.router_id)
     async with client:
         with pytest.raises(openai.APIError, match="send the request again") as caught:
             await rest_of(stream)

@@ -529,7 +529,7 @@ async def test_every_bad_field_is_refused_by_its_name(world: Any) -> None:
     async with httpx.AsyncClient(timeout=DEADLINE_S) as http:
         for fields, param in BAD:
             body = {"messages": CHAT, "max_tokens": None, **fields}
-            content = json.dumps(body)  # which may hold what JSON does not: Infinity
+            content = json.dumps(body).encode()  # which may hold what JSON does not: Infinity
             answer = await http.post(f"{server.http_url}/chat/completions", content=content)
             assert answer.status_code in (400, 404), (fields, answer.text)
             error = answer.json()["error"]

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from outrider.core.plan import GroupInfo
 from outrider.router.frontend import Frontend
 from outrider.router.grammar_door import GrammarDoor
-from outrider.router.group_service import GroupOwner
 from outrider.router.http.app import Served, make_app
-from outrider.router.http.fields import UNSUPPORTED, ChatRequest, CompletionRequest
+from outrider.router.http.fields import UNSUPPORTED, ChatRequest, CommonRequest, CompletionRequest
 from outrider.router.requests import NewRequest
 from outrider.router.sampling_params import Defaults
 from outrider.router.tokenizer import TextTokenizer
@@ -29,7 +28,7 @@ from outrider.testing import write_toy_model
 from outrider.v1 import group_pb2
 
 INFO = GroupInfo("g", "toy", "", 258, 256, 64, 16, 256, 1, True, "float32")
-FIELDS = {"chat/completions": ChatRequest, "completions": CompletionRequest}
+FIELDS: dict[str, type[CommonRequest]] = {"chat/completions": ChatRequest, "completions": CompletionRequest}
 
 
 class EndsAtOnce:
@@ -37,7 +36,7 @@ class EndsAtOnce:
 
     info = INFO
 
-    async def submit(self, request: NewRequest) -> tuple[GroupOwner, Update]:
+    async def submit(self, request: NewRequest) -> tuple[Any, Update]:
         return self, Update(1, 1, len(request.prompt_tokens), ())
 
     async def watch(
