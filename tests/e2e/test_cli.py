@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -145,7 +147,7 @@ def test_a_killed_draft_costs_no_text_and_comes_back(running_cluster: Cluster) -
     assert running_cluster.generate(PROMPT, *SAMPLED)["token_ids"] == before["token_ids"]
 
     def another() -> Any:
-        status = running_cluster.try_status() or {"drafts": []}
+        status = running_cluster.peek() or {"drafts": []}
         ready = [other for other in status["drafts"] if other["state"] == "ready"]
         return ready if [other["pid"] for other in ready] not in ([], [draft["pid"]]) else None
 
@@ -163,7 +165,7 @@ def test_a_killed_rank_leads_to_a_new_group_with_a_higher_epoch(running_cluster:
     os.kill(group["ranks"][rank]["pid"], signal.SIGKILL)
 
     def rebuilt() -> Any:
-        (now,) = (running_cluster.try_status() or {"groups": [group]})["groups"]
+        (now,) = (running_cluster.peek() or {"groups": [group]})["groups"]
         return now if now["epoch"] > group["epoch"] and now["state"] == "ready" else None
 
     now = running_cluster.wait_for(rebuilt, "a group of a higher epoch")
@@ -280,10 +282,19 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def mapped_memory() -> set[str]:
+    """Shared memory that living processes use: those of other clusters on this machine come and go."""
+    mapped: set[str] = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            mapped |= set(re.findall(r" /dev/shm/(\S+)", maps))
+    return mapped
+
+
 def test_ctrl_c_in_the_foreground_stops_everything(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     segments = shared_memory()
-    scratch = set(Path("/tmp").glob("outrider-ray-*"))
     command = [sys.executable, "-P", "-m", "outrider.cluster.cli", "up", "-f", str(cluster.settings_file)]
     with subprocess.Popen(
         command, env=cluster.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -296,11 +307,13 @@ def test_ctrl_c_in_the_foreground_stops_everything(make_cluster: MakeCluster) ->
                 break
         assert lines[-1].startswith("ready:"), lines
         assert cluster.generate(PROMPT, *SAMPLED)["token_ids"]
+        scratch = [Path(path) for path in cluster.state()["scratch"]]
+        assert scratch
         os.killpg(supervisor.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
         assert supervisor.wait(100) == 0
     assert cluster.processes() == []
-    assert not (shared_memory() - segments)
-    assert set(Path("/tmp").glob("outrider-ray-*")) <= scratch
+    assert not (shared_memory() - segments - mapped_memory())
+    assert not any(path.exists() for path in scratch)
     assert not (cluster.state_folder / "state.json").exists()
 
 
