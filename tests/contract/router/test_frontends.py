@@ -53,7 +53,8 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(autouse=True)
 def _lasting_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(Registry.__init__.__kwdefaults__, "ttl_s", TTL_S)
+    defaults = {**(Registry.__init__.__kwdefaults__ or {}), "ttl_s": TTL_S}
+    monkeypatch.setattr(Registry.__init__, "__kwdefaults__", defaults)
     monkeypatch.setattr(GroupLease, "_pause_s", PAUSE_S)
 
 
