@@ -138,15 +138,20 @@ class LastResort:
                 await error_response(fault_in_the_server(error))(scope, receive, noted)
 
 
+KEPT = ("/v1", "/metrics", "/load")  # starts of paths that want a key, where there are keys
+
+
 class KeyCheck:
-    """Lets only those with a key through to ``/v1``; how the server does is no secret."""
+    """Lets only those with a key through to ``/v1`` and to figures about others' requests; whether the server is well
+    is no secret.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and scope["path"].startswith(KEPT):
             given = dict(scope["headers"]).get(b"authorization", b"").decode("utf-8", "surrogateescape")
             if not self._keys.admit(given):
                 message = "the request needs a valid key in the header 'Authorization: Bearer KEY'"

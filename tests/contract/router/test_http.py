@@ -185,6 +185,8 @@ async def test_keys_come_from_a_file_and_change_with_it(world: Any, client: Any,
         assert (await client(server).with_options(api_key=key).models.list()).data[0].id == world.folder.name
     assert (await get(server.http_url, "/health")).status_code == 200
     assert (await get(server.http_url, "/ready")).status_code == 200
+    for path in ("/metrics", "/load"):  # they tell of other clients' requests
+        assert (await get(server.http_url, path)).status_code == 401
     keys.write_text("third key\n")
     with pytest.raises(openai.AuthenticationError):
         await client(server).with_options(api_key="first").models.list()
