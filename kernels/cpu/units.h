@@ -103,6 +103,7 @@ TARGET inline void split(const float* x, int64_t count, uint16_t* to, int64_t ap
 // Sums of one or two blocks of rows with a panel's 32 outputs, [rows][kPanel] each.
 template <bool kTwo>
 TARGET inline void load_sums(const float* first, const float* second) {
+  asm volatile("" : : : "memory");  // GCC's intrinsics claim to read no memory: what was stored is to be there
   _tile_loadd(0, first, 4 * kPanel);
   _tile_loadd(1, first + 16, 4 * kPanel);
   if constexpr (!kTwo) return;
@@ -125,7 +126,7 @@ TARGET inline void store_sums(float* first, float* second) {
 // first, second: [2][rows][kTileInputs].
 template <bool kTwo>
 TARGET inline void add_unit(const uint16_t* unit, const uint16_t* first, int64_t rows, const uint16_t* second, int64_t more) {
-  asm volatile("" : : "r"(unit) : "memory");  // what was stored there is read by tiles
+  asm volatile("" : : : "memory");  // as above
   _tile_loadd(6, unit, 64);
   _tile_loadd(7, unit + 512, 64);
   for (int64_t part = 0; part < 2; ++part) {
@@ -137,4 +138,5 @@ TARGET inline void add_unit(const uint16_t* unit, const uint16_t* first, int64_t
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
+  asm volatile("" : : : "memory");  // the next unit is opened where this one was only once it has been read
 }

@@ -55,6 +55,19 @@ def test_a_rows_bits_do_not_depend_on_its_company(
         assert torch.equal(kernels.linear(company, packed, bias)[order], alone[order]), count
 
 
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("count", "shape"), [(300, (70, 1536)), (131, (300, 4512))], ids=str)
+def test_many_rows_meet_the_inputs_in_parts(kernels: Kernels, count: int, shape: tuple[int, int], form: str) -> None:
+    weights, bias = weights_of(shape, form)
+    packed = kernels.pack(weights)
+    x = torch.randn(count, shape[1])
+    found = kernels.linear(x, packed, bias)
+    expected = plain.linear(x.double(), weights, bias.double())
+    torch.testing.assert_close(found.double(), expected, atol=5e-5, rtol=1e-5)
+    for row in (0, 15, 16, 33, count // 2, count - 1):
+        assert torch.equal(kernels.linear(x[row : row + 1].contiguous(), packed, bias)[0], found[row]), row
+
+
 def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels) -> None:
     for form in FORMATS:
         weights, bias = weights_of((100, 64), form)
