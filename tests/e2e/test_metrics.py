@@ -21,6 +21,7 @@ from outrider.cluster.metrics import SUPERVISOR
 from outrider.router.metric_names import ROUTER
 from outrider.workers.draft.metrics import DRAFT
 from outrider.workers.target.metrics import RANK
+from outrider_adapter_rules import adapter_rules
 from outrider_chart import CHART, NAME, render
 from outrider_metrics_page import METRICS_PAGE, rows_of
 from outrider_promtool import Prometheus, check_rules, promtool_check, running_prometheus
@@ -156,6 +157,9 @@ def test_every_panel_alert_and_example_gets_data(
     alerts = [rule for group in rule_groups["groups"] for rule in group["rules"]]
     wanted = {title: asked(query) for title, query in panel_queries().items()}
     wanted |= {f"{METRICS_PAGE.name}: {row.name}": row.promql for row in rows_of(METRICS_PAGE)}
+    router = f"{NAME}-router-0"
+    offered = {f"offered: {rule.name}": rule.asked(NAMESPACE, router) for rule in adapter_rules()}
+    wanted |= offered | {f"found: {rule.name}": rule.series_query for rule in adapter_rules()}
     # An alert has nothing to say where all is well; what it looks at must be there.
     selectors = {
         f"{alert['alert']}: {selector}": selector
@@ -172,6 +176,8 @@ def test_every_panel_alert_and_example_gets_data(
             missing = {title: query for title, query in missing.items() if not has_data(prometheus, query)}
         assert missing == {}
         assert not has_data(prometheus, "outrider_no_such_metric_total")
+        for query in offered.values():  # to the autoscaler, which wants a number for each pod
+            assert [series["metric"] for series in prometheus.query(query)] == [{"pod": router}]
         for alert in alerts:
             firing = prometheus.query(alert["expr"])
             assert firing == [] or alert["labels"]["severity"] != "critical", f"{alert['alert']} fires: {firing}"

@@ -79,6 +79,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- default (printf "%s-tls" (include "outrider.fullname" .)) .Values.tls.existingSecret }}
 {{- end }}
 
+{{/* `true` where clients must show a certificate. */}}
+{{- define "outrider.wantsClientCertificate" -}}
+{{- if and .Values.tls.enabled .Values.tls.requireClientCertificate }}true{{- end }}
+{{- end }}
+
+{{/* Of `helm test` and of the notes' first request. */}}
+{{- define "outrider.clientCertificateSecretName" -}}
+{{- default (include "outrider.tlsSecretName" .) .Values.test.clientCertificateSecret }}
+{{- end }}
+
 {{- define "outrider.rayAuthSecretName" -}}
 {{- default (include "outrider.fullname" .) .Values.rayCluster.auth.existingSecret }}
 {{- end }}
@@ -147,8 +157,24 @@ gpus: {{ $gpus }}
 {{- if hasKey $ports $name }}{{- fail (printf "%s is %s, which is %s too" $key $name (get $ports $name)) }}{{- end }}
 {{- $_ := set $ports $name $key }}
 {{- end }}
-{{- range $key, $port := dict "rayCluster.head.gcsPort" .Values.rayCluster.head.gcsPort "6380, a port of Ray" 6380 "6381, a port of Ray" 6381 }}
-{{- if eq (int $port) (int $.Values.metrics.port) }}{{- fail (printf "metrics.port is %d, which is %s too" (int $port) $key) }}{{- end }}
+{{- /* In the pod of Ray's head. */}}
+{{- range $key, $port := dict "metrics.port" .Values.metrics.port "rayCluster.head.gcsPort" .Values.rayCluster.head.gcsPort }}
+{{- if has (toString (int $port)) (include "outrider.rayOwnPorts" $ | fromYamlArray) }}{{- fail (printf "%s is %d, which is a port of Ray's" $key (int $port)) }}{{- end }}
+{{- end }}
+{{- if eq (int .Values.metrics.port) (int .Values.rayCluster.head.gcsPort) }}
+{{- fail (printf "metrics.port is %d, which is rayCluster.head.gcsPort too" (int .Values.metrics.port)) }}
+{{- end }}
+{{- $engines := list (dict "key" "target.quantizationGroupSize" "engine" $target) }}
+{{- range (include "outrider.drafts" . | fromYamlArray) }}{{- $engines = append $engines (dict "key" (printf "drafts: quantizationGroupSize of %q" .name) "engine" .) }}{{- end }}
+{{- range $engines }}
+{{- if and .engine.quantizationGroupSize (not .engine.quantization) }}
+{{- fail (printf "%s is %d, but quantization is not set" .key (int .engine.quantizationGroupSize)) }}
+{{- end }}
+{{- end }}
+{{- with .Values.speculation }}
+{{- if and .promptLookupMin .promptLookupMax (gt (int .promptLookupMin) (int .promptLookupMax)) }}
+{{- fail (printf "speculation.promptLookupMin is %d, above speculation.promptLookupMax, which is %d" (int .promptLookupMin) (int .promptLookupMax)) }}
+{{- end }}
 {{- end }}
 {{- if gt (int (default 0 .Values.routerSpec.maxNumSeqs)) (int $target.maxNumSeqs) }}
 {{- fail (printf "routerSpec.maxNumSeqs is %d, but target.maxNumSeqs allows %d" (int .Values.routerSpec.maxNumSeqs) (int $target.maxNumSeqs)) }}
@@ -158,8 +184,12 @@ gpus: {{ $gpus }}
 {{- if gt (int .minReplicas) (int .maxReplicas) }}
 {{- fail "routerSpec.autoscaling.minReplicas is above routerSpec.autoscaling.maxReplicas" }}
 {{- end }}
-{{- if not (or .targetCPUUtilizationPercentage (and .customMetrics (or .targetWaitingRequests .targetTimeToFirstTokenMs))) }}
+{{- if not (or .targetCPUUtilizationPercentage (and .customMetrics (or .targetOpenRequests .targetTimeToFirstTokenMs))) }}
 {{- fail "routerSpec.autoscaling.enabled is true, but nothing is to scale by: see targetCPUUtilizationPercentage and customMetrics there" }}
+{{- end }}
+{{- /* Kubernetes lets a policy of scaling look back half an hour at most. */}}
+{{- if gt (int $.Values.routerSpec.drainSeconds) 1740 }}
+{{- fail (printf "routerSpec.drainSeconds is %d, but routerSpec.autoscaling allows 1740 at most" (int $.Values.routerSpec.drainSeconds)) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -5,6 +5,7 @@ anywhere else in the chart.
 
 {{- define "outrider.settingsFolder" -}}/etc/outrider{{- end }}
 {{- define "outrider.tlsFolder" -}}/etc/outrider-tls{{- end }}
+{{- define "outrider.clientCertificateFolder" -}}/etc/outrider-client-tls{{- end }}
 {{- define "outrider.apiKeyFolder" -}}/etc/outrider-api-keys{{- end }}
 {{- define "outrider.redisFolder" -}}/etc/outrider-redis{{- end }}
 {{- define "outrider.redisCaFolder" -}}/etc/outrider-redis-ca{{- end }}
@@ -14,6 +15,13 @@ anywhere else in the chart.
 {{/* Ports of Ray that are not the program's choice. */}}
 {{- define "outrider.rayNodeManagerPort" -}}6380{{- end }}
 {{- define "outrider.rayObjectManagerPort" -}}6381{{- end }}
+{{/* And those that its head opens by itself: metrics, and clients of Ray. */}}
+{{- define "outrider.rayOwnPorts" -}}
+- {{ include "outrider.rayNodeManagerPort" . | quote }}
+- {{ include "outrider.rayObjectManagerPort" . | quote }}
+- "8080"
+- "10001"
+{{- end }}
 {{- define "outrider.rayHeadAddress" -}}127.0.0.1:{{ .Values.rayCluster.head.gcsPort }}{{- end }}
 
 {{- define "outrider.routerArgs" -}}
@@ -52,6 +60,9 @@ args:
   value: "0"
 - name: HF_HUB_OFFLINE
   value: "1"
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* Without the password, which is a file. */}}
@@ -129,6 +140,9 @@ ca_certs: {{ include "outrider.redisCaFolder" . }}/ca.crt
 {{- $_ := set $router "enable_prefix_caching" $spec.enablePrefixCaching }}
 {{- $_ := set $router "max_prefill_slowdown" $spec.maxPrefillSlowdown }}
 {{- $_ := set $router "default_timeout_s" $spec.defaultTimeoutS }}
+{{- $_ := set $router "plan_ahead" $spec.planAhead }}
+{{- $_ := set $router "tool_call_parser" $spec.http.toolCallParser }}
+{{- $_ := set $router "per_request_spec_decode_metrics" $spec.http.perRequestSpecDecodeMetrics }}
 {{- with $spec.maxNumSeqs }}{{- $_ := set $router "max_num_seqs" . }}{{- end }}
 {{- /* The program would open this port by itself. */}}
 {{- $_ := set $router "http_port" (ternary $spec.http.port nil $spec.http.enabled) }}
@@ -138,7 +152,7 @@ ca_certs: {{ include "outrider.redisCaFolder" . }}/ca.crt
 {{- $folder := include "outrider.tlsFolder" . }}
 {{- $_ := set $router "ssl_certfile" (printf "%s/tls.crt" $folder) }}
 {{- $_ := set $router "ssl_keyfile" (printf "%s/tls.key" $folder) }}
-{{- if .Values.tls.requireClientCertificate }}{{- $_ := set $router "ssl_ca_certs" (printf "%s/ca.crt" $folder) }}{{- end }}
+{{- if include "outrider.wantsClientCertificate" . }}{{- $_ := set $router "ssl_ca_certs" (printf "%s/ca.crt" $folder) }}{{- end }}
 {{- end }}
 {{- toYaml $router }}
 {{- end }}

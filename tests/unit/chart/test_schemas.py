@@ -41,8 +41,33 @@ EVERYTHING: dict[str, Any] = {
     "commonLabels": {"team": "serving"},
     "imagePullSecrets": [{"name": "registry"}],
 }
-CASES = [*((profile, {}) for profile in PROFILES), (None, {}), ("many-nodes", EVERYTHING)]
-NAMES = [*PROFILES, "defaults", "everything"]
+# The other ways: what others made, and a Redis of one's own.
+ELSEWHERE: dict[str, Any] = EVERYTHING | {
+    "models": {"existingClaim": "models"},
+    "tls": {"enabled": True, "requireClientCertificate": True, "existingSecret": "pair"},
+    "test": {"clientCertificateSecret": "client"},
+    "redis": {
+        "enabled": False,
+        "auth": {"existingSecret": "redis"},
+        "external": {
+            **{"host": "redis.example.org", "database": 3, "username": "outrider"},
+            "tls": {"enabled": True, "caSecretName": "redis-ca"},
+        },
+    },
+    "rayCluster": {"auth": {"existingSecret": "token"}},
+    "tracing": {"otlpEndpoint": "https://collector.example.org:4317", "sampleRatio": 0.5},
+    "extraEnv": [
+        {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
+        {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+    ],
+}
+CASES = [
+    *((profile, {}) for profile in PROFILES),
+    (None, {}),
+    ("many-nodes", EVERYTHING),
+    ("many-nodes", ELSEWHERE),
+]
+NAMES = [*PROFILES, "defaults", "everything", "everything-elsewhere"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,8 +170,20 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
         "targetCPUUtilizationPercentage",
         {"routerSpec": {"autoscaling": {"enabled": True, "customMetrics": False, "targetCPUUtilizationPercentage": 0}}},
     ),
+    (
+        "routerSpec.drainSeconds",
+        {"routerSpec": {"autoscaling": {"enabled": True}, "drainSeconds": 1741}},
+    ),
+    ("maxPrefillSlowdown", {"routerSpec": {"maxPrefillSlowdown": 0.5}}),
+    ("extraEnv", {"extraEnv": [{"value": "x"}]}),
     ("routerSpec.groupPort", {"routerSpec": {"groupPort": 7070}}),
     ("metrics.port", {"metrics": {"port": 6379}}),
+    ("metrics.port", {"metrics": {"port": 8080}}),
+    ("rayCluster.head.gcsPort", {"rayCluster": {"head": {"gcsPort": 6380}}}),
+    ("rayCluster.head.gcsPort", {"rayCluster": {"head": {"gcsPort": 6381}}}),
+    ("speculation.promptLookupMin", {"speculation": {"promptLookupMin": 5, "promptLookupMax": 4}}),
+    ("target.quantizationGroupSize", {"target": {"quantizationGroupSize": 64}}),
+    ("quantizationGroupSize", {"drafts": [{"name": "a", "model": "/m", "quantizationGroupSize": 64}]}),
     (
         "models.accessModes",
         {

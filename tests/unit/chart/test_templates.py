@@ -12,14 +12,16 @@ import yaml
 from outrider.cluster.config import ClusterConfig, parse_config
 from outrider.cluster.metrics import SUPERVISOR
 from outrider.cluster.placement import NodeFacts, draft_node, plan_placement, shortage
-from outrider.router.metric_names import ROUTER
+from outrider.router.metric_names import FRONTEND, ROUTER
 from outrider.workers.draft.metrics import DRAFT
 from outrider.workers.target.metrics import RANK
+from outrider_adapter_rules import adapter_rules
 from outrider_chart import CHART, PROFILES, ROOT, Rendered, container, render, run_helm, template
 
 # What the processes tell; dashboards and alerts ask for no other.
 METRICS = {metric.name for metric in (*ROUTER, *RANK, *DRAFT, *SUPERVISOR)}
 TLS: dict[str, Any] = {"tls": {"enabled": True, "existingSecret": "pair"}}
+MUTUAL_TLS: dict[str, Any] = {"tls": {**TLS["tls"], "requireClientCertificate": True}}
 
 
 def config_of(rendered: Rendered) -> ClusterConfig:
@@ -47,11 +49,15 @@ def test_every_value_of_an_engine_arrives() -> None:
     }
     draft = {"name": "a", "model": "/m/draft", "topM": 32, "maxNumTokens": 8, "replicas": 2}
     values = {
-        "target": {"model": "/m/target", "stepTimeoutS": 60, "placementStrategy": "SPREAD", "tensorParallelSize": 2}
+        "target": {"model": "/m/target", "stepTimeoutS": 60.5, "placementStrategy": "SPREAD", "tensorParallelSize": 2}
         | mine,
         "drafts": [draft | mine],
         "speculation": {"numSpeculativeTokens": 6, "verifier": "rejection", "promptLookupMin": 2, "promptLookupMax": 5},
-        "routerSpec": {"maxQueue": 9, "maxNumSeqs": 8, "enablePrefixCaching": False, "defaultTimeoutS": 30},
+        "routerSpec": {
+            **{"maxQueue": 9, "maxNumSeqs": 8, "enablePrefixCaching": False, "defaultTimeoutS": 30.5},
+            **{"maxPrefillSlowdown": 1.5, "planAhead": True},
+            "http": {"toolCallParser": "llama3_json", "perRequestSpecDecodeMetrics": "none"},
+        },
         "clusterName": "mine",
     }
     config = config_of(render(None, values))
@@ -63,13 +69,25 @@ def test_every_value_of_an_engine_arrives() -> None:
         assert (engine.kv_cache_dtype, engine.max_model_len, engine.block_size) == ("bfloat16", 4096, 32)
         assert (engine.num_kv_blocks, engine.max_num_batched_tokens, engine.max_num_seqs) == (100, 512, 32)
         assert engine.num_threads == 3
-    assert (config.target.model, config.target.step_timeout_s) == ("/m/target", 60)
+    assert (config.target.model, config.target.step_timeout_s) == ("/m/target", 60.5)
     assert (config.target.placement_strategy, config.target.tensor_parallel_size) == ("SPREAD", 2)
     assert (config.drafts[0].top_m, config.drafts[0].max_num_tokens, config.drafts[0].replicas) == (32, 8, 2)
     assert config.speculation.lookup_lengths == (2, 5)
     assert (config.speculation.num_speculative_tokens, config.speculation.verifier) == (6, "rejection")
     assert (config.router.max_queue, config.router.max_num_seqs, config.cluster) == (9, 8, "mine")
-    assert (config.router.enable_prefix_caching, config.router.default_timeout_s) == (False, 30)
+    assert (config.router.enable_prefix_caching, config.router.default_timeout_s) == (False, 30.5)
+    assert (config.router.max_prefill_slowdown, config.router.plan_ahead) == (1.5, True)
+    assert (config.router.tool_call_parser, config.router.per_request_spec_decode_metrics) == ("llama3_json", "none")
+
+
+def test_more_variables_reach_every_container_of_the_program() -> None:
+    more = [
+        {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
+        {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+    ]
+    rendered = render("many-nodes", {"extraEnv": more})
+    reached = {title.rpartition(" ")[2] for title, box in rendered.containers() if all(v in box["env"] for v in more)}
+    assert reached == {title.rpartition(" ")[2] for title, _ in rendered.containers()} - {"redis"}
 
 
 def test_ports_that_the_program_opens_are_those_of_the_pod() -> None:
@@ -163,6 +181,11 @@ def test_routers_spread_and_are_never_all_evicted() -> None:
     assert off.all("PodDisruptionBudget") == []
 
 
+def test_a_roll_out_has_not_failed_while_the_target_may_still_load() -> None:
+    values = {"rayCluster": {"roomTimeoutSeconds": 700}, "target": {"loadTimeoutSeconds": 900}}
+    assert render(None, values).one("Deployment")["spec"]["progressDeadlineSeconds"] == 1600
+
+
 def scales_by(**spec: Any) -> list[dict[str, Any]]:
     rendered = render(None, {"routerSpec": {"autoscaling": {"enabled": True, **spec}}})
     scaler = rendered.one("HorizontalPodAutoscaler")["spec"]
@@ -172,10 +195,14 @@ def scales_by(**spec: Any) -> list[dict[str, Any]]:
     return metrics
 
 
-def test_routers_scale_by_queue_latency_and_cpu() -> None:
+def test_routers_scale_by_requests_latency_and_cpu() -> None:
     *pods, cpu = scales_by(targetTimeToFirstTokenMs=1500)
     metrics = {item["pods"]["metric"]["name"]: item["pods"]["target"]["averageValue"] for item in pods}
-    assert metrics == {"outrider_num_requests_waiting": "8", "outrider_time_to_first_token_seconds_mean": "1500m"}
+    assert metrics == {"outrider_num_requests_open": "64", "outrider_time_to_first_token_seconds_mean": "1500m"}
+    assert metrics.keys() == {rule.name for rule in adapter_rules()}
+    # What every router tells, whether or not it owns the target: the scaler takes a mean over all of them.
+    frontend = {metric.name for metric in FRONTEND}
+    assert {re.sub("_mean$", "", name) for name in metrics} <= frontend
     assert cpu["containerResource"]["container"] == container(render(None).router, "router")["name"]
     assert cpu["containerResource"]["target"] == {"type": "Utilization", "averageUtilization": 80}
     assert scales_by(customMetrics=False) == [cpu]
@@ -573,8 +600,22 @@ def test_helm_test_has_a_key_and_the_ca() -> None:
     # The CA and no private key.
     assert volumes[mounts[folder]]["secret"]["items"] == [{"key": "ca.crt", "path": file}]
     assert volumes[mounts["/etc/outrider-api-keys"]]["secret"]["secretName"] == "keys"
-    refused = {"tls": {**TLS["tls"], "requireClientCertificate": True}}
-    assert render(None, refused).all("Pod") == []
+    assert "OUTRIDER_CLIENT_CERT" not in {item["name"] for item in box["env"]}
+
+
+@pytest.mark.parametrize("given", ["", "of-a-client"])
+def test_helm_test_shows_a_certificate_where_one_is_wanted(given: str) -> None:
+    rendered = render(None, {**MUTUAL_TLS, "test": {"clientCertificateSecret": given}})
+    pod = rendered.one("Pod")["spec"]
+    box = container(pod, "generate")
+    mounts = {mount["mountPath"]: mount["name"] for mount in box["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    environment = {item["name"]: item["value"] for item in box["env"]}
+    for variable, key in (("OUTRIDER_CLIENT_CERT", "tls.crt"), ("OUTRIDER_CLIENT_KEY", "tls.key")):
+        folder, _, file = environment[variable].rpartition("/")
+        secret = volumes[mounts[folder]]["secret"]
+        assert secret["secretName"] == (given or "pair")
+        assert {"key": key, "path": file} in secret["items"]
 
 
 # ---- notes ----
@@ -602,5 +643,12 @@ def test_the_notes_have_a_first_request_that_is_right() -> None:
     assert '"model": "m"' in text
     assert "--ca-certs ca.crt" in text
     assert "get secret pair -o jsonpath='{.data.ca\\.crt}'" in text
+    assert "--cert" not in text.replace("--ca-certs", "")
+    for given in ("", "of-a-client"):
+        text = notes({**MUTUAL_TLS, "test": {"clientCertificateSecret": given}})
+        for key, file in (("crt", "client.crt"), ("key", "client.key")):
+            assert f"get secret {given or 'pair'} -o jsonpath='{{.data.tls\\.{key}}}' | base64 -d > {file}\n" in text
+        assert "curl --cacert ca.crt --cert client.crt --key client.key https://localhost:8000/v1/completions" in text
+        assert "--ca-certs ca.crt --client-cert client.crt --client-key client.key -p" in text
     text = notes({"redis": {"enabled": False, "external": {"host": "r"}, "auth": {"existingSecret": "mine"}}})
     assert "kubectl -n llm delete raycluster demo-outrider" in text
