@@ -275,6 +275,10 @@ def thread_environment(num_threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
+        # At the end of each part of a pass libgomp's threads spin while they wait for one another, for some ten
+        # milliseconds unless told. Where a target and its draft share processors, those that spin keep those that they
+        # wait for from running, and a pass takes many times as long: so 50 microseconds. What was set outside counts.
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),
         "TOKENIZERS_PARALLELISM": "false",
         # A folder named like one of our rooms in the working directory must not be importable by its bare name.
         "PYTHONSAFEPATH": "1",

@@ -71,10 +71,11 @@ class DraftWorker:
         from outrider.workers.drafters.model import ModelDrafter
         from outrider.workers.engine.engine import Engine
         from outrider.workers.engine.parallel import Parallel
+        from outrider.workers.engine.passing_thread import in_passing_thread
         from outrider.workers.matchers import MatcherMaker
 
         config = self._config
-        engine = Engine(config, Parallel.single())
+        engine = in_passing_thread(lambda: Engine(config, Parallel.single()))
         drafter = ModelDrafter(engine, top_m=config.top_m)
         catch_up_rows = CATCH_UP_ROWS_CUDA if engine.device.type == "cuda" else CATCH_UP_ROWS_CPU
         batcher = Batcher(

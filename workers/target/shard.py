@@ -21,6 +21,7 @@ from outrider.core.tracing import Tracing
 from outrider.grammar import GrammarCompiler
 from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.parallel import Parallel, free_port
+from outrider.workers.engine.passing_thread import in_passing_thread
 from outrider.workers.matchers import MatcherMaker
 from outrider.workers.target.bootstrap import GroupFacts, agree, node_facts, open_channels
 from outrider.workers.target.channel import PlanChannel
@@ -116,7 +117,7 @@ class TargetShard:
                 timeout_s=max(config.step_timeout_s, 300.0),
             )
         self._parallel = parallel
-        self._engine = engine = Engine(config, parallel)
+        self._engine = engine = in_passing_thread(lambda: Engine(config, parallel))
         facts = agree(engine, parallel)
         self._step = self.step_class(engine, parallel, self.table_class(facts.limits))
         ranks = [{"rank": 0, **{key: node[key] for key in ("node_id", "hostname", "pid")}}]
