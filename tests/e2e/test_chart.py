@@ -7,7 +7,6 @@ and the cluster's DNS add is done here: ``ray start``, its token, and names of s
 
 from __future__ import annotations
 
-import contextlib
 import json
 import ssl
 import urllib.request
@@ -21,7 +20,7 @@ from outrider.client import Client
 from outrider.core.errors import Unauthenticated
 from outrider_certificates import Files
 from outrider_chart import NAME, Rendered, render
-from outrider_kubelet import Kubelet, Pod, ray_start, status_of
+from outrider_kubelet import START_TIMEOUT_S, Kubelet, Pod, ray_start, status_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(1800)]
 
@@ -45,6 +44,10 @@ VALUES: dict[str, Any] = {
     "logging": {"format": "json"},
     "redis": {"auth": {"password": PASSWORD}},
 }
+
+
+# Of a stream with some 500 KB, of which a connection takes in 64 KB, or a little more, before somebody reads them.
+NUM_TOKENS, NUM_CHOICES, NUM_LOGPROBS = 200, 8, 20
 
 
 class Release:
@@ -176,23 +179,35 @@ def hand_over(release: Release) -> None:
     """A roll-out, one router after the other: what runs is finished, and there is always one that takes requests."""
     kubelet = release.kubelet
     for leaving, staying in (release.routers, release.routers[::-1]):
+        router = leaving.processes["router"]
         with (
             release.client(leaving) as client,
-            client.stream("The with statement", max_tokens=200, ignore_eos=True) as stream,
+            client.stream(
+                "The with statement",
+                max_tokens=NUM_TOKENS,
+                n=NUM_CHOICES,
+                logprobs=NUM_LOGPROBS,
+                ignore_eos=True,
+                timeout=START_TIMEOUT_S,
+            ) as stream,
         ):
-            pieces = iter(stream)
-            next(pieces)
+            events = stream.events()
+            next(events)
             leaving.terminate("router")
-            kubelet.wait_for(
-                f"{leaving.name} is not ready any more", lambda pod=leaving: not pod.probed("router", "readinessProbe")
-            )
-            for _ in pieces:
+            readyz = f"http://{leaving.address}:9090/readyz"
+            kubelet.wait_for(f"{leaving.name} drains", lambda url=readyz: status_of(url, 60.0) == 503)
+            # The stream cannot end before it is read.
+            assert router.poll() is None, kubelet.logs()
+            assert not leaving.probed("router", "readinessProbe")
+            assert leaving.probed("router", "livenessProbe")
+            for _ in events:
                 pass
-        assert stream.completion.finish_reason == "length"
-        assert len(stream.completion.token_ids) == 200
-        with contextlib.suppress(KeyError):
-            kubelet.wait_for(f"{leaving.name} has gone", lambda pod=leaving: pod.processes["router"].poll() is not None)
-        assert leaving.processes["router"].returncode == 0, kubelet.logs()
+        choices = stream.completion.choices
+        assert [(choice.finish_reason, len(choice.token_ids)) for choice in choices] == NUM_CHOICES * [
+            ("length", NUM_TOKENS)
+        ]
+        kubelet.wait_for(f"{leaving.name} has gone", lambda process=router: process.poll() is not None)
+        assert router.returncode == 0, kubelet.logs()
         kubelet.wait_for(f"{staying.name} is ready", lambda pod=staying: pod.probed("router", "readinessProbe"))
         refuses_and_answers(release, staying)
         leaving.start("router")
