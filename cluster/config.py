@@ -9,19 +9,23 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 PositiveInt = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # What was given may be secret: pydantic's own words, which a traceback shows, leave it out.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class RedisConfig(_Section):
@@ -284,7 +288,7 @@ def parse_config(text: str, *, base: Path, source: str = "settings") -> ClusterC
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{source} is not YAML: {_yaml_fault(error)}") from None  # which would quote the text
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a mapping with at least the section 'target'")
     data = _expand(data, source)
@@ -305,8 +309,22 @@ def parse_config(text: str, *, base: Path, source: str = "settings") -> ClusterC
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the file"
-        shown = "" if first["loc"][:1] == ("redis",) else f" (got {first['input']!r:.80})"  # a password may be in it
-        raise ConfigError(f"{source}: {field}: {first['msg']}{shown}") from (error if shown else None)
+        raise ConfigError(f"{source}: {field}: {first['msg']}{_shown(first)}") from error
+
+
+def _shown(fault: ErrorDetails) -> str:
+    """What was given, where no password or key can be in it: one value of a field that is known, outside ``redis``."""
+    value, where = fault["input"], fault["loc"]
+    if where[:1] == ("redis",) or fault["type"] == "extra_forbidden" or not isinstance(value, str | int | float | None):
+        return ""
+    return f" (got {value!r:.80})"
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    """Where and what, without the line of the file that yaml quotes: a password may be in it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem or error.context}"
+    return type(error).__name__
 
 
 def _expand(value: Any, source: str) -> Any:

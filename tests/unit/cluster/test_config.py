@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,33 @@ def test_settings_survive_being_written_and_read_again() -> None:
     config = parse_config("target: {model: m, num_threads: 2}\ndrafts: [{model: d, replicas: 2}]", base=Path("/base"))
     again = parse_config(yaml.safe_dump(config.model_dump(mode="json")), base=Path("/elsewhere"))
     assert again == config
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "target: {model: m, max_num_seqs: 8}\nrouter: {max_num_seqs: 9}",  # of the whole file
+        "target: {model: m}\ndrafts: [{model: d}, {model: d}]",
+        "cluster: c",  # without a target
+        "target: {model: m}\nredis_url: 'redis://:secret@h'",
+        "target: {model: m}\nrouter: {api_key: secret}",
+        "target: {model: m}\nrouter: {port: {api_key: secret}}",
+        "target: {model: m}\nredis: ['redis://:secret@h']",
+        "target: {model: m}\nredis: {url: redis://:secret@h, usernam: u}",
+        "target: {model: m}\nredis: {url: redis://:secret@h, password_file: p}",
+        "redis: {url: redis://:secret@h",  # no YAML
+        "redis: {url: 'redis://:secret@h}",
+        "redis: {url: @secret}",
+    ],
+)
+def test_no_mistake_shows_a_password(rest: str) -> None:
+    text = rest if "redis:" in rest else f"redis: {{url: 'redis://:secret@h'}}\n{rest}"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, base=Path("/base"))
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_mistake_shows_what_was_given_and_where() -> None:
+    assert "target.dtype: " in refusal(with_target(dtype="int3"))
+    assert refusal(with_target(dtype="int3")).endswith("(got 'int3')")
+    assert "line 2" in refusal("target: {model: m}\nrouter: [")
