@@ -13,11 +13,13 @@ from outrider.core.sampling import Verifier
 from outrider.router.http.errors import PROMPT_FIELDS
 from outrider.router.http.fields import ChatRequest, CommonRequest, CompletionRequest, Message, TextPart
 from outrider.router.http.tools import forced_schema, template_tools, wanted_functions
+from outrider.router.limits import MAX_CHOICES
 from outrider.router.tokenizer import TextTokenizer
 from outrider.v1 import common_pb2, generation_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI and vLLM have it
 MAX_PROMPTS = 1024  # of one request
+MAX_COPIED_BYTES = 16 << 20  # of what stands beside the prompts of one request: each prompt gets a copy
 
 # Fields of the same name and meaning; the second ones repeat.
 _CONTROLS = ("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
@@ -52,6 +54,13 @@ def translate_completion(request: CompletionRequest) -> Translated:
         if request.echo:
             common.sampling.prompt_logprobs = max(request.logprobs, request.prompt_logprobs or 0)
     prompts, spelt = _prompts(request)
+    beside = common.ByteSize()
+    if len(prompts) > 1 and beside * len(prompts) > MAX_COPIED_BYTES:
+        raise InvalidRequest(
+            "prompt",
+            f"{len(prompts)} prompts with {beside} bytes of other fields",
+            f"fewer, or with less beside them: those bytes count for each, and may be {MAX_COPIED_BYTES} in all",
+        )
     requests = []
     for prompt in prompts:
         message = generation_pb2.GenerateRequest()
@@ -162,6 +171,8 @@ def _common(
     if isinstance(request.stop, str):
         names["stop[0]"] = "stop"
     if request.n is not None:
+        if not 1 <= request.n <= MAX_CHOICES:  # before anybody makes room for so many
+            raise InvalidRequest("n", request.n, f"from 1 to {MAX_CHOICES}")
         message.n = request.n
     if request.num_speculative_tokens is not None:
         message.num_speculative_tokens = request.num_speculative_tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from outrider.router.frontend import Frontend
 from outrider.router.grammar_door import GrammarDoor
 from outrider.router.http.app import Served, make_app
 from outrider.router.http.fields import UNSUPPORTED, ChatRequest, CommonRequest, CompletionRequest
+from outrider.router.http.translate import Translated, translate_completion
 from outrider.router.requests import NewRequest
 from outrider.router.sampling_params import Defaults
 from outrider.router.tokenizer import TextTokenizer
@@ -65,7 +67,7 @@ TEXTS = ["", "Once upon", "greedy", "rejection", '{"a": 1e999}', "[" * 999, *"a#
 words = st.sampled_from([*NAMES, *TEXTS])
 numbers = st.one_of(
     st.integers(-3, 30),
-    st.sampled_from([2**31, 2**32, 2**63, 2**64, -(2**63), 10**400, 1e-320, 0.5, 1.0, 1e39, 1e308, -0.0]),
+    st.sampled_from([2**31, 2**32 - 1, 2**32, 2**63, 2**64, -(2**63), 10**400, 1e-320, 0.5, 1.0, 1e39, 1e308, -0.0]),
     st.floats(),  # NaN and infinities too, as JSON must not hold them and Python's parser takes them
 )
 anything = st.recursive(
@@ -155,6 +157,40 @@ async def send(app: Any, route: str, content: bytes) -> httpx.Response:
     transport = httpx.ASGITransport(app=app)  # raises what the application does not catch
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         return await client.post(f"/v1/{route}", content=content)
+
+
+async def test_one_body_is_not_copied_without_limit(app: Any) -> None:
+    """Each prompt gets a copy of what stands beside the prompts."""
+    beside = {"bad_words": ["x" * 20_000]}
+    answer = await send(app, "completions", json.dumps({"prompt": ["a"] * 1000, **beside}).encode())
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "prompt")
+    assert error["message"].startswith("prompt is '1000 prompts with 20")
+    answer = await send(app, "completions", json.dumps({"prompt": ["a"] * 2, **beside}).encode())
+    assert answer.json().get("error", {}).get("param") != "prompt"
+
+
+async def test_long_bodies_are_read_beside_the_event_loop(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(request: CompletionRequest) -> Translated:
+        threads.append(threading.current_thread())
+        return translate_completion(request)
+
+    monkeypatch.setattr("outrider.router.http.app.translate_completion", noted)
+    for prompt in ("a", "a" * 20_000):
+        check(await send(app, "completions", json.dumps({"prompt": prompt}).encode()), prompt)
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+@pytest.mark.parametrize("route", sorted(FIELDS))
+@pytest.mark.parametrize("number", [65, 2**32 - 1])
+async def test_nobody_makes_room_for_choices_that_are_refused(app: Any, route: str, number: int) -> None:
+    prompt = {"prompt": "a"} if route == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    functions = [{"type": "function", "function": {"name": "f"}}] if route != "completions" else None
+    body = {**prompt, "n": number, **({"tools": functions} if functions else {"best_of": number})}
+    answer = await send(app, route, json.dumps(body).encode())
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
