@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,6 +37,7 @@ MAX_BODY_BYTES = 16 << 20
 
 MAX_ID_LENGTH = 100  # of a client's own id: with what is put before and behind it, it is one of the frontend's
 HEADER_LENGTH = 64  # what of an id in a header is seen in the log
+CLIENT_GONE = 499  # nginx's status for a client that went away before it was answered
 
 AnyRequest = TypeVar("AnyRequest", bound=CommonRequest)
 
@@ -102,7 +103,12 @@ def make_app(served: Served) -> ASGIApp:
             *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in table.items()),
             Route("/ping", routes.health, methods=["GET", "POST"]),
         ],
-        exception_handlers={HttpError: _own_error, HTTPException: _no_such_route, Exception: _own_fault},
+        exception_handlers={
+            HttpError: _own_error,
+            HTTPException: _no_such_route,
+            ClientDisconnect: _client_gone,
+            Exception: _own_fault,
+        },
     )
     if served.keys is not None:
         app = KeyCheck(app, served.keys)
@@ -184,10 +190,14 @@ class Routes:
         return Exchange(served.frontend, messages, answer, names.request, _stream(asked), names.headers)
 
     async def completions(self, request: Request) -> Response:
-        asked, _ = await _read(request, CompletionRequest)
+        asked, size = await _read(request, CompletionRequest)
         model = self._model(asked)
         with _refusals({}):
-            translated = translate_completion(asked)
+            translated = (
+                await asyncio.to_thread(translate_completion, asked)
+                if size > LONG_TEXT
+                else translate_completion(asked)
+            )
         names, num_prompts = _names(request, asked, "cmpl"), len(translated.requests)
         settings = self._settings(asked, model, names.answer, asked.logprobs is not None, num_prompts=num_prompts)
         answer = CompletionAnswer(settings)
@@ -319,6 +329,11 @@ def _stream(asked: CommonRequest) -> StreamOptions | None:
 
 async def _own_error(_: Request, error: Exception) -> Response:
     return error_response(cast(HttpError, error))
+
+
+async def _client_gone(_: Request, __: Exception) -> Response:
+    """It left while it was still sending. Nobody reads this answer but the access log."""
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _own_fault(_: Request, error: Exception) -> Response:
