@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from types import TracebackType
 
+from outrider.core.errors import OutriderError
 from outrider.core.logs import bind
 from outrider.core.tracing import Span, Tracing
 from outrider.router.access import bind_request, current_call
@@ -124,5 +125,6 @@ class Observed:
                 }
             )
         if error is not None:
-            span.fail(f"{type(error).__name__}: {error}")
+            # Of what is no error of ours nobody knows what is in its text.
+            span.fail(error.for_log if isinstance(error, OutriderError) else type(error).__name__)
         span.end()

@@ -22,7 +22,11 @@ _NO_RETRY = {"x-should-retry": "false"}
 
 @dataclass(eq=False)  # frozen exceptions cannot be raised through context managers
 class HttpError(Exception):
-    """An answer that is an error."""
+    """An answer that is an error.
+
+    Attributes:
+        for_log: what the log tells of it; the message may repeat what the client sent.
+    """
 
     status: int
     message: str
@@ -30,6 +34,7 @@ class HttpError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    for_log: str = ""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -53,11 +58,12 @@ def http_error(error: OutriderError, names: Mapping[str, str]) -> HttpError:
         line = str(InvalidRequest(param, error.value, error.limit))
         too_long = error.field in PROMPT_FIELDS and any(words in error.limit for words in _TOO_LONG)
         code = "context_length_exceeded" if too_long else "invalid_value"
-        return HttpError(400, " ".join(line.split()), param=param, code=code)
+        for_log = f"{type(error).__name__}: {param}"
+        return HttpError(400, " ".join(line.split()), param=param, code=code, for_log=for_log)
     for kind, (status, name, code, headers) in _ANSWERS.items():
         if isinstance(error, kind):
-            return HttpError(status, str(error), name, code=code, headers=headers)
-    return HttpError(500, str(error), "server_error", code="internal_error")
+            return HttpError(status, str(error), name, code=code, headers=headers, for_log=error.for_log)
+    return HttpError(500, str(error), "server_error", code="internal_error", for_log=error.for_log)
 
 
 def fault_in_the_server(error: Exception) -> HttpError:

@@ -118,7 +118,7 @@ class Exchange(Response):
             await _send_event(send, chunk)
 
     async def _fail(self, error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
-        log.info("request %s: %d: %s", self._request_id, error.status, error.message)
+        log.info("request %s: %d: %s", self._request_id, error.status, error.for_log or error.code)
         if self._begun:
             await _send_event(send, error.body)
             await _send_end(send)

@@ -105,7 +105,7 @@ async def errors_as_status(
     try:
         yield
     except OutriderError as error:
-        log.info("%s: %s: %s", what, type(error).__name__, error)
+        log.info("%s: %s", what, error.for_log)
         await abort_with(context, error)
     except (grpc.aio.AbortError, grpc.RpcError):
         raise
