@@ -20,6 +20,7 @@ from outrider.router.answer import Answer
 from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group_route import Owners
 from outrider.router.group_service import GroupOwner
+from outrider.router.limits import check_request_id, is_request_id
 from outrider.router.merge import merged
 from outrider.router.observed import Observed
 from outrider.router.request_meter import RequestMeter, RequestTimer
@@ -67,7 +68,9 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # noqa: N802
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        request_id = request.request_id or uuid.uuid4().hex
+        request_id = request.request_id
+        if not request_id or not is_request_id(request_id):  # one that is refused must not be in any line of the log
+            request_id = uuid.uuid4().hex
         asked = self.generate(request, request_id, context.time_remaining())
         async with errors_as_status(context, log, f"request {request_id}"), contextlib.aclosing(asked) as responses:
             async for response in responses:
@@ -102,7 +105,9 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerationServiceAbortRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> generation_pb2.GenerationServiceAbortResponse:
-        async with errors_as_status(context, log, f"abort {request.request_id}"):
+        what = f"abort {request.request_id}" if is_request_id(request.request_id) else "abort"
+        async with errors_as_status(context, log, what):
+            check_request_id(request.request_id)
             found = await self._owners.abort(request.request_id, "aborted by the client")
             return generation_pb2.GenerationServiceAbortResponse(found=found)
 

@@ -26,9 +26,14 @@ MAX_LOGPROBS = 20
 SHOWN = 60  # characters of a bad value that an error repeats
 
 
+def is_request_id(request_id: str) -> bool:
+    """Whether it is empty, or short and printable."""
+    return len(request_id) <= MAX_REQUEST_ID_LENGTH and request_id.isprintable()
+
+
 def check_request_id(request_id: str) -> None:
     """Empty, or short and printable."""
-    if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
+    if not is_request_id(request_id):
         raise InvalidRequest(
             "request_id", request_id[:SHOWN], f"at most {MAX_REQUEST_ID_LENGTH} printable characters long"
         )
