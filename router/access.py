@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from outrider.core.logs import bind
+from outrider.router.keys import refuse
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ OWN_SERVICES = "/outrider.v1."
 CLIENTS_METHODS = "/outrider.v1.GenerationService/"  # those that are worth a line at INFO
 TRACE_HEADERS = ("traceparent", "tracestate")
 CLIENT_GONE = "CANCELLED"
+MAX_SHOWN = 200  # characters of a path or a method
 
 
 @dataclass
@@ -99,12 +101,15 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         method: str = handler_call_details.method
-        if handler is None or handler.request_streaming or not method.startswith(OWN_SERVICES):
+        is_refused = handler is not None and handler.stream_stream is refuse  # for its key, whatever it calls
+        if not is_refused and (handler is None or handler.request_streaming or not method.startswith(OWN_SERVICES)):
             return handler
         metadata = {key: str(value) for key, value in handler_call_details.invocation_metadata or ()}
         headers = {name: metadata[name] for name in TRACE_HEADERS if name in metadata}
-        level = logging.INFO if method.startswith(CLIENTS_METHODS) else logging.DEBUG
-        name = method.removeprefix(OWN_SERVICES)
+        level = logging.INFO if is_refused or method.startswith(CLIENTS_METHODS) else logging.DEBUG
+        name = _shown(method.removeprefix(OWN_SERVICES))
+        if is_refused:
+            return handler._replace(stream_stream=_streaming(handler.stream_stream, name, headers, level))
         if handler.response_streaming:
             return handler._replace(unary_stream=_streaming(handler.unary_stream, name, headers, level))
         return handler._replace(unary_unary=_answering(handler.unary_unary, name, headers, level))
@@ -182,12 +187,17 @@ class AccessLog:
         named = {name.encode(): name for name in TRACE_HEADERS}
         headers = {named[key]: value.decode("latin-1") for key, value in scope["headers"] if key in named}
         host, port = scope.get("client") or ("unknown", 0)
-        path = scope["path"][:200].encode("unicode_escape").decode()
+        path = _shown(scope["path"])
         level = logging.DEBUG if path in self.QUIET else logging.INFO
         call = Call("HTTP", f"{scope['method']} {path}", f"{host}:{port}", headers)
         # 499: nginx's name for a client that went away before it was answered.
         with call_of_task(call, level, lambda: str(status or 499)):
             await self._app(scope, receive, noted)
+
+
+def _shown(name: str) -> str:
+    """A name that a client chose, as a part of one line."""
+    return name[:MAX_SHOWN].encode("unicode_escape").decode()
 
 
 def bind_request(request_id: str) -> None:

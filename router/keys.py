@@ -66,7 +66,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
         # Of streams both ways, whatever the method is: such a handler may answer before anything was asked.
-        self._refusal: Any = grpc.stream_stream_rpc_method_handler(_refuse)
+        self._refusal: Any = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -76,7 +76,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         return self._refusal
 
 
-async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await abort_with(context, Unauthenticated(f"the call needs a valid key in its metadata: '{HEADER}: Bearer KEY'"))
 
 
