@@ -28,6 +28,7 @@ class CollectedSpan:
     service: str
     instance: str
     attributes: dict[str, Any]
+    status: str = ""  # what is said of a failure
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -115,6 +116,7 @@ def _collected(span: Any, resource: dict[str, Any]) -> CollectedSpan:
         service=str(resource.get("service.name")),
         instance=str(resource.get("service.instance.id")),
         attributes=_attributes(span.attributes),
+        status=span.status.message,
     )
 
 

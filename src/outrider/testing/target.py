@@ -91,6 +91,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
         self._fail_with: str | None = None
         self._paused = asyncio.Event()
         self._paused.set()
+        self._num_granted = 0  # plans that are answered although it is paused
 
     def _register(self, server: Any) -> None:
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
@@ -104,11 +105,13 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
         """Answer the next plan with a failure of the whole group."""
         self._fail_with = message
 
-    def pause(self) -> None:
-        """Answer no plan until ``resume``."""
+    def pause(self, after: int = 0) -> None:
+        """Answer ``after`` further plans, and none then until ``resume``."""
+        self._num_granted = after
         self._paused.clear()
 
     def resume(self) -> None:
+        self._num_granted = 0
         self._paused.set()
 
     def record(self) -> dict[str, Any]:
@@ -153,7 +156,10 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
                 yield target_pb2.StepsResponse(header=header, attached=group_info_to_wire(self.info()))
                 continue
             await asyncio.sleep(self.step_s)
-            await self._paused.wait()
+            if self._num_granted:
+                self._num_granted -= 1
+            else:
+                await self._paused.wait()
             if self._fail_with is not None:
                 failure, self._fail_with = target_pb2.GroupFailure(message=self._fail_with), None
                 yield target_pb2.StepsResponse(header=header, failure=failure)

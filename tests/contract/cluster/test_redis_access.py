@@ -16,6 +16,8 @@ from outrider.core.errors import ConfigError, Unavailable
 from outrider_certificates import Files
 from outrider_redis import PASSWORD, Guarded, find_redis_with_tls, guarded
 
+DEADLINE_S = 30.0
+
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
@@ -50,7 +52,7 @@ def access(url: str, **settings: str) -> RedisAccess:
     return RedisAccess.of(url, RedisConfig(url=url, **settings))
 
 
-async def why_not(given: RedisAccess, timeout_s: float = 10.0) -> str:
+async def why_not(given: RedisAccess, timeout_s: float = DEADLINE_S) -> str:
     async with Registry(given, "c", timeout_s=timeout_s) as registry:
         with pytest.raises(Unavailable) as caught:
             await registry.check()
@@ -61,7 +63,7 @@ async def why_not(given: RedisAccess, timeout_s: float = 10.0) -> str:
 
 
 async def log_in(given: RedisAccess) -> None:
-    async with Registry(given, "c") as registry:
+    async with Registry(given, "c", timeout_s=DEADLINE_S) as registry:
         await registry.check()
         await registry.announce("draft", "d", {})
     assert PASSWORD not in f"{given!r} {given}"
@@ -70,7 +72,7 @@ async def log_in(given: RedisAccess) -> None:
 
 async def reconnected(registry: Registry) -> str:
     """Why it was refused; empty where it is back. Who was cut off hears of it first, and connects anew after that."""
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
                 await registry.check()
@@ -100,7 +102,7 @@ async def test_who_logs_in(plain: Guarded, written: Write) -> None:
 async def test_the_password_is_read_for_each_connection(plain: Guarded, written: Write) -> None:
     plain.command("ACL", "SETUSER", "carol", "on", ">one", "~*", "&*", "+@all")
     given = access(plain.url, password_file=written("one"), username="carol")
-    async with Registry(given, "c") as registry:
+    async with Registry(given, "c", timeout_s=DEADLINE_S) as registry:
         await registry.check()
         for password in ("two", "three"):
             plain.command("ACL", "SETUSER", "carol", "resetpass", f">{password}")
@@ -117,7 +119,8 @@ async def test_tls_and_whom_to_trust(behind_tls: Guarded, plain: Guarded, writte
     assert behind_tls.files is not None
     trusted = str(behind_tls.files.ca_certs)
     password = written(PASSWORD)
-    async with Registry(access(behind_tls.url, password_file=password, ca_certs=trusted), "c") as registry:
+    given = access(behind_tls.url, password_file=password, ca_certs=trusted)
+    async with Registry(given, "c", timeout_s=DEADLINE_S) as registry:
         await registry.check()
         assert await registry.next_epoch("g") == 1
     other = Files(tmp_path / "other")
@@ -144,7 +147,7 @@ async def test_members_on_other_hosts_need_no_files(behind_tls: Guarded, written
     heartbeat = Heartbeat(pickle.loads(pickle.dumps(given)), "far", "draft", "d", {"n": 1})
     heartbeat.start()
     try:
-        async with Registry(given, "far") as registry:
+        async with Registry(given, "far", timeout_s=DEADLINE_S) as registry:
             assert await registry.members("draft") == {"d": {"n": 1}}
     finally:
         heartbeat.stop()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from outrider.v1 import generation_pb2_grpc
 
 NUMBERS = itertools.count()
 TIMES = GroupSettings(step_timeout_s=5.0, attach_timeout_s=2.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
+# A step of a target that is paused must not end, however slow the machine is.
+PATIENT = replace(TIMES, step_timeout_s=120.0)
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +49,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_toy_model(tmp_path_factory.mktemp("toy"))
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
     """Wait for a condition; fails with ``what`` if it does not come true in time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -62,6 +65,7 @@ class World:
     """One cluster of stand-ins. Everything started through it is stopped by it."""
 
     times = TIMES
+    patient = PATIENT
     until = staticmethod(until)
 
     def __init__(self, redis_url: str, model_folder: Path, stack: contextlib.AsyncExitStack) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from outrider.router.server import RouterServer
 from outrider.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 SECRET_PROMPT = "Attack at dawn"
+SECRET = "xyzzy"
 KEY = "sk-very-secret"
 ACCESS = "outrider.router.access"
 
@@ -39,6 +41,12 @@ async def line(world: Any, caplog: pytest.LogCaptureFixture, count: int = 1) -> 
     await world.until(lambda: len(lines(caplog)) >= count, f"{count} lines", 60.0)
     assert len(lines(caplog)) == count
     return lines(caplog)[-1]
+
+
+def written(caplog: pytest.LogCaptureFixture) -> str:
+    """The whole log, with all fields."""
+    formatter = json_formatter(Process("router", "r", "c"))
+    return "\n".join(formatter.format(record) for record in caplog.records)
 
 
 async def generate(server: RouterServer, **fields: Any) -> None:
@@ -84,8 +92,9 @@ async def test_calls_over_grpc(world: Any, caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_a_client_that_goes_away(world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    await world.target(step_s=0.02)
-    server = await world.router()
+    target = await world.target()
+    server = await world.router(times=world.patient)
+    target.pause(after=2)  # there is text, and more to come
     request = generation_pb2.GenerateRequest(text=SECRET_PROMPT, request_id="gone", max_tokens=300, ignore_eos=True)
     async with grpc.aio.insecure_channel(server.address) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=60)
@@ -96,8 +105,91 @@ async def test_a_client_that_goes_away(world: Any, caplog: pytest.LogCaptureFixt
         with contextlib.suppress(asyncio.CancelledError):
             await call.code()
     found = await line(world, caplog)
+    target.resume()
     assert (found.status, found.request_id, found.outcome) == ("CANCELLED", "gone", "cancelled")
     assert 0 < found.completion_tokens < 300
+
+
+async def test_what_is_refused_is_named_and_not_repeated(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Values are the client's, and what is said of a grammar that is wrong quotes it."""
+    await world.target()
+    server = await world.router()
+    fields: list[tuple[dict[str, Any], str]] = [
+        ({"stop": [SECRET * 60]}, "stop[0]"),
+        ({"sampling": {"bad_words": [SECRET, ""]}}, "sampling.bad_words[1]"),
+        ({"sampling": {"grammar": {"regex": f"{SECRET}("}}}, "sampling.grammar.regex"),
+        ({"sampling": {"grammar": {"ebnf": f"start: {SECRET}"}}}, "sampling.grammar.ebnf"),
+    ]
+    for count, (wrong, field) in enumerate(fields, 1):
+        with pytest.raises(grpc.aio.AioRpcError, match=re.escape(field)):
+            await generate(server, request_id=f"r{count}", **wrong)
+        assert (await line(world, caplog, count)).outcome == "InvalidRequest"
+        assert f"request r{count}: InvalidRequest: {field}" in [record.getMessage() for record in caplog.records]
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"stop": SECRET * 60}, "stop"),
+        ({"guided_regex": f"{SECRET}("}, "guided_regex"),
+        ({"guided_grammar": f"start: {SECRET}"}, "guided_grammar"),
+        ({"bad_words": [SECRET, ""], "stream": True}, "bad_words[1]"),
+    ]
+    for count, (body, field) in enumerate(bodies, 1 + len(fields)):
+        answer = await post(server, "/completions", {"prompt": SECRET_PROMPT, **body})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert (await line(world, caplog, count)).outcome == "InvalidRequest"
+        assert any(record.getMessage().endswith(f": 400: InvalidRequest: {field}") for record in caplog.records)
+    everything = written(caplog)
+    assert SECRET not in everything
+    assert SECRET_PROMPT not in everything
+
+
+@pytest.mark.parametrize("bad_id", ["x\nINFO forged", "forged\x1b[2J", "forged" * 1000])
+async def test_no_id_writes_lines_of_its_own(world: Any, caplog: pytest.LogCaptureFixture, bad_id: str) -> None:
+    await world.target()
+    server = await world.router()
+    with pytest.raises(grpc.aio.AioRpcError, match="request_id is"):
+        await generate(server, request_id=bad_id)
+    found = await line(world, caplog)
+    assert (found.status, found.outcome) == ("INVALID_ARGUMENT", "InvalidRequest")
+    assert len(found.request_id) == 32  # one of the router's
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        asked = generation_pb2.GenerationServiceAbortRequest(request_id=bad_id)
+        with pytest.raises(grpc.aio.AioRpcError, match="request_id is"):
+            await stub.Abort(asked, timeout=60)
+    await line(world, caplog, 2)
+    assert "forged" not in written(caplog)
+
+
+async def test_calls_without_a_key_are_seen(world: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("another")
+    server = await world.router(wait=False, router={"api_key_file": str(keys)})
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(server)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    found = await line(world, caplog)
+    assert (found.method, found.status) == ("GenerationService/Generate", "UNAUTHENTICATED")
+    assert found.peer.startswith("ipv4:127.0.0.1:")
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        for count, method in enumerate(("/outrider.v1.AdminService/Status", "/any.Service/" + "x" * 1000), 2):
+            with pytest.raises(grpc.aio.AioRpcError, match="valid key"):
+                await channel.unary_unary(method)(b"", timeout=60)
+            found = await line(world, caplog, count)
+            assert (found.protocol, found.status) == ("gRPC", "UNAUTHENTICATED")
+            assert found.method == method.removeprefix("/outrider.v1.")[:200]
+    assert KEY not in written(caplog)
+
+
+async def test_a_client_that_goes_away_while_it_sends(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server = await world.router(wait=False)
+    url = httpx.URL(server.http_url)
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    await writer.drain()
+    await world.until(lambda: server._http._server.server_state.tasks, "the request is being read")
+    writer.close()
+    found = await line(world, caplog)
+    assert (found.method, found.status) == ("POST /v1/completions", "499")
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 async def test_calls_over_http(world: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -141,8 +233,7 @@ async def test_calls_over_http(world: Any, caplog: pytest.LogCaptureFixture, tmp
     )
     assert len(lines(caplog)) == 6
 
-    formatter = json_formatter(Process("router", "r", "c"))
-    everything = "\n".join(formatter.format(record) for record in caplog.records)
+    everything = written(caplog)
     assert "mine" in everything  # it is the log that is looked at
     for secret in (SECRET_PROMPT, KEY, "sk-wrong"):
         assert secret not in everything

@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.client import InvalidRequest
 from outrider.metrics.declared import CONTENT_TYPE
 from outrider.router.metric_names import FRONTEND, ROUTER
-from outrider.testing import ToyModel
 from outrider_promtool import promtool_check
 
 PORTS = {"router": {"metrics_port": 0}}
@@ -122,9 +121,10 @@ async def test_what_clients_send_makes_no_new_series(world: Any) -> None:
 
 
 async def test_a_client_that_goes_away_counts_as_an_abort(world: Any) -> None:
-    await world.target(ToyModel(), step_s=0.25)
-    server = await world.router(**PORTS)
-    client = await world.client(server)
+    target = await world.target()
+    server = await world.router(times=world.patient, **PORTS)
+    client = await world.client(server, timeout=120.0)
+    target.pause(after=2)  # there is text, and more to come
     async with client.stream("text", max_tokens=200, ignore_eos=True) as stream:
         await anext(aiter(stream))
         told = await scrape(server.metrics_url)
@@ -134,6 +134,7 @@ async def test_a_client_that_goes_away_counts_as_an_abort(world: Any) -> None:
         return (await scrape(server.metrics_url))("outrider_request_success_total", finished_reason="abort") == 1
 
     await world.until(aborted, "the abort is counted")
+    target.resume()
     assert (await scrape(server.metrics_url))("outrider_e2e_request_latency_seconds_count") == 0
 
 

@@ -175,13 +175,14 @@ async def test_what_no_client_samples_leaves_no_trace_anywhere(
 
 
 async def test_what_ends_a_request_is_told(world: Any, collector: Collector, tracing: Tracing) -> None:
-    await world.target(step_s=0.02)
-    server = await world.router(tracing=tracing)
+    target = await world.target()
+    server = await world.router(tracing=tracing, times=world.patient)
     refused, refused_id, _ = client_trace()
-    with pytest.raises(grpc.aio.AioRpcError):
-        await ask(server, refused, n=100_000)
+    with pytest.raises(grpc.aio.AioRpcError, match="xyzzy"):
+        await ask(server, refused, stop=["xyzzy" * 60])
     aborted, aborted_id, span_id = client_trace()
     request = generation_pb2.GenerateRequest(text=PROMPT, max_tokens=300, ignore_eos=True)
+    target.pause(after=2)
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         call = stub.Generate(request, metadata=(("traceparent", aborted),), timeout=60)
@@ -192,8 +193,10 @@ async def test_what_ends_a_request_is_told(world: Any, collector: Collector, tra
         with contextlib.suppress(asyncio.CancelledError):
             await call.code()
     await world.until(lambda: server.group.num_unfinished == 0, "the request ends")
+    target.resume()
     [span] = await spans_of(tracing, collector, refused_id)
     assert (span.name, span.failed, span.attributes["outrider.finish_reason"]) == ("request", True, "InvalidRequest")
+    assert span.status == "InvalidRequest: stop[0]"  # and nothing that the client sent
 
     async def ended() -> bool:
         spans = await spans_of(tracing, collector, aborted_id)
