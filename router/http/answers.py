@@ -176,8 +176,8 @@ class Answer:
                 choice.text.append(piece.text)
             else:
                 choice.num_calls += 1
-                call = choice.calls.setdefault(piece.index, {"id": piece.id, "name": piece.name, "arguments": ""})
-                call["arguments"] += piece.arguments
+                call = choice.calls.setdefault(piece.index, {"id": piece.id, "name": piece.name, "arguments": []})
+                call["arguments"].append(piece.arguments)
         return delta
 
     def _head(self, name: str) -> Json:
@@ -291,7 +291,7 @@ class ChatAnswer(Answer):
                 {
                     "id": call["id"],
                     "type": "function",
-                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                    "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
                 }
                 for call in choice.calls.values()
             ]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 BLANKS = " \t\r\n"
+_BETWEEN_TEXTS = re.compile(r'[{}"]')
+_IN_TEXT = re.compile(r'["\\]')
 _ARGUMENTS = ("arguments", "parameters")  # the first that is there; Llama's models write the second
 
 
@@ -33,6 +36,34 @@ def read_call(text: str, start: int) -> tuple[Call, int] | None:
     if isinstance(value, str):  # some models write the arguments as a text that holds JSON
         written = value.encode("utf-8", "replace").decode()  # an escape may stand for half a character
     return Call(name, written), end
+
+
+class ObjectEnd:
+    """Finds where an object ends that comes in parts. Each character is looked at once; it need not be sound JSON."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_text = False
+        self._is_escaped = False
+
+    def find(self, part: str, at: int = 0) -> int | None:
+        """Go on with ``part`` from ``at``, at first with the object's brace. Returns where what is behind it begins."""
+        if self._is_escaped and at < len(part):
+            self._is_escaped, at = False, at + 1
+        while True:
+            found = (_IN_TEXT if self._in_text else _BETWEEN_TEXTS).search(part, at)
+            if found is None:
+                return None
+            mark, at = found[0], found.end()
+            if mark == '"':
+                self._in_text = not self._in_text
+            elif mark == "\\":
+                self._is_escaped = at == len(part)
+                at += 1
+            else:
+                self._depth += 1 if mark == "{" else -1
+                if self._depth <= 0:
+                    return at
 
 
 def skip_blanks(text: str, at: int, blanks: str = BLANKS) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from outrider.core.errors import InvalidRequest
 from outrider.router.http.fields import ChatRequest, ChosenTool, Function
-from outrider.router.http.tool_text import Call, read_call, skip_blanks
+from outrider.router.http.tool_text import Call, ObjectEnd, read_call, skip_blanks
 
 Json = dict[str, Any]
 
@@ -136,22 +136,28 @@ class NamedCall:
 class CallList:
     """The whole text is a JSON list of calls. Each call is told when it is complete; one that is cut off is not."""
 
-    _text: str = ""
-    _at: int = 0
+    _parts: list[str] = field(default_factory=list)  # of the call that is not complete
+    _end: ObjectEnd | None = None
     _count: int = 0
 
     def feed(self, text: str) -> Iterator[Piece]:
-        self._text += text
+        at = 0
         while True:
-            start = self._text.find("{", self._at)
-            if start < 0 or "}" not in text:
+            if self._end is None:
+                at = text.find("{", at)
+                if at < 0:
+                    return
+                self._end = ObjectEnd()
+            end = self._end.find(text, at)
+            self._parts.append(text[at:end])
+            if end is None:
                 return
-            found = read_call(self._text, start)
-            if found is None:
-                return
-            call, self._at = found
-            yield _whole_call(self._count, call)
-            self._count += 1
+            whole, at = "".join(self._parts), end
+            self._parts, self._end = [], None
+            found = read_call(whole, 0)
+            if found is not None:
+                yield _whole_call(self._count, found[0])
+                self._count += 1
 
     def finish(self) -> Iterator[Piece]:
         return iter(())
@@ -165,32 +171,42 @@ class HermesCalls:
     """
 
     functions: dict[str, Function]
-    _held: str = ""
+    _held: str = ""  # what may be the beginning of the next mark, and nothing longer
+    _block: list[str] = field(default_factory=list)  # parts of a call whose end is still to come, with its mark
     _count: int = 0
     _begin: str = field(default="<tool_call>", init=False)
     _end: str = field(default="</tool_call>", init=False)
 
     def feed(self, text: str) -> Iterator[Piece]:
-        self._held += text
-        while self._held:
-            start = self._held.find(self._begin)
-            if start < 0:
-                keep = _overlap(self._held, self._begin)
-                free, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-                if free:
-                    yield TextPiece(free)
+        text, self._held = self._held + text, ""
+        at = 0
+        while True:
+            mark = self._end if self._block else self._begin
+            found = text.find(mark, at)
+            if found < 0:
+                free = len(text) - _overlap(text[at:], mark)
+                yield from self._passed(text[at:free])
+                self._held = text[free:]
                 return
-            if start > 0:
-                yield TextPiece(self._held[:start])
-                self._held = self._held[start:]
-            end = self._held.find(self._end)
-            if end < 0:
-                return
-            block, self._held = self._held[: end + len(self._end)], self._held[end + len(self._end) :]
-            yield self._call_or_text(block, block[len(self._begin) : end])
+            if not self._block:
+                yield from self._passed(text[at:found])
+                self._block.append(mark)
+            else:
+                inside = "".join([*self._block[1:], text[at:found]])
+                self._block.clear()
+                yield self._call_or_text(f"{self._begin}{inside}{mark}", inside)
+            at = found + len(mark)
+
+    def _passed(self, text: str) -> Iterator[Piece]:
+        """Text without a mark."""
+        if text and self._block:
+            self._block.append(text)
+        elif text:
+            yield TextPiece(text)
 
     def finish(self) -> Iterator[Piece]:
-        held, self._held = self._held, ""
+        held = "".join([*self._block, self._held])
+        self._block, self._held = [], ""
         if held.startswith(self._begin):  # models leave the end out where the end of the text stands for it
             yield self._call_or_text(held, held[len(self._begin) :])
         elif held:
@@ -209,25 +225,26 @@ class BareJsonCalls:
     """The text as a whole is calls as JSON, separated by ``;``, or else text (Llama 3)."""
 
     functions: dict[str, Function]
-    _held: str = ""
-    _is_text: bool = False
+    _held: list[str] = field(default_factory=list)
+    _is_text: bool | None = None  # None while only blanks came
 
     def feed(self, text: str) -> Iterator[Piece]:
+        if self._is_text is None and (begun := text.lstrip()):
+            self._is_text = not begun.startswith("{")
+        self._held.append(text)
         if self._is_text:
-            yield TextPiece(text)
-            return
-        self._held += text
-        begun = self._held.lstrip()
-        if begun and not begun.startswith("{"):
-            self._is_text = True
-            held, self._held = self._held, ""
+            yield from self._told()
+
+    def _told(self) -> Iterator[Piece]:
+        held = "".join(self._held)
+        self._held.clear()
+        if held:
             yield TextPiece(held)
 
     def finish(self) -> Iterator[Piece]:
-        calls = _calls_in(self._held, self.functions)
+        calls = _calls_in("".join(self._held), self.functions)
         if calls is None:
-            if self._held:
-                yield TextPiece(self._held)
+            yield from self._told()
             return
         for index, call in enumerate(calls):
             yield _whole_call(index, call)

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.core.errors import InvalidRequest
 from outrider.router.http.fields import ChatRequest, Function
+from outrider.router.http.tool_text import ObjectEnd, read_call
 from outrider.router.http.tools import (
     BareJsonCalls,
     CallList,
@@ -87,6 +88,63 @@ def test_a_list_of_calls_that_is_cut_off_keeps_those_that_are_whole() -> None:
         assert [name for name, _ in read(CallList(), parts)[1]] == ["add", "look_up"]
     for parts in cuts(f"[{CALL},{OTHER[:-4]}"):
         assert [name for name, _ in read(CallList(), parts)[1]] == ["add"]
+
+
+BUSY = json.dumps({"name": "add", "arguments": {"parts": [{"a": '{\\"}'}] * 200, "tail": "</tool_cal" * 200}})
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (CallList(), f"[{BUSY}, {BUSY}]"),
+        (HermesCalls(FUNCTIONS), f"<tool_call>{BUSY}</tool_call> and <tool_call>{BUSY}</tool_call>"),
+        (BareJsonCalls(FUNCTIONS), f"{BUSY}; {BUSY}"),
+    ],
+)
+def test_a_call_is_read_once_however_it_comes(parser: ToolParser, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading all that came again with each token would take seconds of the event loop."""
+    read_at: list[int] = []
+
+    def noted(given: str, start: int) -> Any:
+        read_at.append(len(given) - start)
+        return read_call(given, start)
+
+    monkeypatch.setattr("outrider.router.http.tools.read_call", noted)
+    _, calls = read(parser, list(text))
+    assert [json.loads(arguments) for _, arguments in calls] == [json.loads(BUSY)["arguments"]] * 2
+    assert len(read_at) == 2
+
+
+def test_hermes_looks_for_the_end_in_what_is_new() -> None:
+    parser = HermesCalls(FUNCTIONS)
+    assert list(parser.feed("<tool_call>")) == []
+    for part in [BUSY[at : at + 5] for at in range(0, len(BUSY), 5)]:
+        assert list(parser.feed(part)) == []
+        assert len(parser._held) < len("</tool_call>")  # all that is looked at again
+    assert [type(piece) for piece in parser.feed("</tool_call>")] == [CallPiece]
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("{}", 2),
+        ('{"a": {"}": "\\"}"}} {}', 19),
+        ('{"\\\\"}{', 6),
+        ('{"\\\\\\"}', None),
+        ("{", None),
+    ],
+)
+def test_where_an_object_ends(text: str, end: int | None) -> None:
+    for parts in cuts(text):
+        looking, behind = ObjectEnd(), 0
+        for part in parts:
+            found = looking.find(part)
+            if found is not None:
+                assert behind + found == end
+                break
+            behind += len(part)
+        else:
+            assert end is None
 
 
 def test_a_named_call_is_its_arguments() -> None:
