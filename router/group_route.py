@@ -19,6 +19,7 @@ from outrider.router.transcript import Update
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
+MAX_WAIT_S = 240.0  # of one request for an owner that takes it: a drain of two minutes, and what comes after it
 
 
 class Owners(Protocol):
@@ -45,13 +46,17 @@ class GroupRoute:
         router_id: str,
         poll_s: float,
         takeover_s: float,
+        max_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        """``takeover_s``: how long new requests wait for the next owner, from when the last one was heard of."""
+        """``takeover_s``: how long new requests wait for the next owner, from when the last one was heard of.
+        ``max_wait_s``: how long each waits at most, also for one that is heard but drains.
+        """
         self._local = local
         self._registry = registry
         self._router_id = router_id
         self._poll_s = poll_s
         self._takeover_s = takeover_s
+        self._max_wait_s = max_wait_s
         self._remote: RemoteGroup | None = None
         self._remote_token = 0
         self._following: asyncio.Task[None] | None = None
@@ -95,14 +100,16 @@ class GroupRoute:
         Raises what ``Group.submit`` does, and ``DeadlineExceeded``.
         """
         may_be_there = False
+        began = time.monotonic()
         while True:
             if self._ended is not None:
                 raise self._ended
             owner = self._owner()
             try:
-                if owner is not None:
+                if owner is not None and not self._drains(owner):
                     return owner, await owner.submit(request)
-                refused = Unavailable(f"no router takes requests for the group ({self.state}); try again later")
+                state = self.state if owner is None else "the router that owns it is shutting down"
+                refused = Unavailable(f"no router takes requests for the group ({state}); try again later")
             except NotHere as error:
                 refused, may_be_there = error, True
             except Conflict as error:
@@ -113,7 +120,7 @@ class GroupRoute:
                 if owner is not self._local or self._is_local:
                     raise
                 refused = error  # the group was lost at that moment
-            self._check_patience(request, refused)
+            self._check_patience(request, began, refused)
             await asyncio.sleep(RETRY_S)
 
     async def abort(self, request_id: str, reason: str, generation: int = 0) -> bool:
@@ -149,9 +156,14 @@ class GroupRoute:
             self._heard_at = time.monotonic()
         return owner
 
-    def _check_patience(self, request: NewRequest, refused: Unavailable) -> None:
+    def _drains(self, owner: GroupOwner) -> bool:
+        remote = self._remote
+        return remote is not None and owner is remote and remote.is_draining
+
+    def _check_patience(self, request: NewRequest, began: float, refused: Unavailable) -> None:
         now = time.monotonic()
-        if self._heard_at is None or now - self._heard_at > self._takeover_s:
+        is_lost = self._heard_at is None or now - self._heard_at > self._takeover_s
+        if is_lost or now - began > self._max_wait_s:
             raise Unavailable(str(refused))
         if request.deadline is not None and now > request.deadline:
             raise DeadlineExceeded(f"request {request.request_id} ran out of time: no router took it in meanwhile")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -20,13 +21,15 @@ import yaml
 from outrider.client import AsyncClient, InvalidRequest, Unavailable
 from outrider.cluster.registry import Registry
 from outrider.core.sampling import Sampling, Verifier
+from outrider.router import group_service, remote_group
 from outrider.router.group_route import GroupRoute
 from outrider.router.group_service import GroupServicer
 from outrider.router.lease import GroupLease
 from outrider.router.requests import NewRequest
 from outrider.router.submission import submit_to_wire
 from outrider.testing import ToyModel
-from outrider.v1 import group_pb2
+from outrider.v1 import group_pb2, group_pb2_grpc
+from outrider_testbed.relay import Relay
 
 PROMPT = "Once upon"
 DEADLINE_S = 60.0
@@ -226,6 +229,131 @@ async def test_the_end_of_grace_ends_streams_with_an_error(world: Any) -> None:
                 await over_grpc
             await asyncio.wait_for(stopping, DEADLINE_S)
         await world.until(lambda: owner.group.num_unfinished == 0, "nothing runs", timeout_s=DEADLINE_S)
+    target.resume()
+
+
+# What goes wrong between the two.
+
+
+async def test_a_submit_that_is_late_is_no_reason_to_give_up_what_runs(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = await world.target()
+    owner, other = await two_routers(world)
+    client = await world.client(other, DEADLINE_S)
+    target.pause()
+    running = asyncio.create_task(client.generate(PROMPT, request_id="one", max_tokens=400, temperature=0))
+    await world.until(lambda: owner.group.num_unfinished == 1, "it runs at the owner", timeout_s=DEADLINE_S)
+
+    async def never(_: NewRequest) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(owner.group, "submit", never)
+    monkeypatch.setattr(other.route.remote, "_timeout_s", 0.0)
+    monkeypatch.setattr(remote_group, "ABORT_TIMEOUT_S", DEADLINE_S)
+    with pytest.raises(Unavailable, match=r"does not answer as it should .DEADLINE_EXCEEDED"):
+        await client.generate(PROMPT, request_id="two")
+    assert await client.abort("one")
+    target.resume()
+    assert (await running).finish_reason == "abort"
+
+
+async def test_what_the_owner_would_never_take_is_not_asked_again(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.target()
+    _, other = await two_routers(world)
+    client, remote = await world.client(other, DEADLINE_S), other.route.remote
+    # As of an owner of another version.
+    unknown = remote._channel.unary_unary(
+        "/outrider.v1.GroupService/Take", request_serializer=group_pb2.SubmitRequest.SerializeToString
+    )
+    monkeypatch.setattr(remote._stub, "Submit", unknown)
+    with pytest.raises(Unavailable, match=r"does not answer as it should .UNIMPLEMENTED"):
+        await client.generate(PROMPT)
+
+
+async def test_a_submit_that_is_under_way_when_the_owner_changes_goes_to_the_next(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.target()
+    server = await world.router()
+    asked = asyncio.Event()
+
+    async def never(_: NewRequest) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server.group, "submit", never)
+    greedy = Sampling(temperature=0.0, seed=1, verifier=Verifier.GREEDY)
+    remote = remote_group.RemoteGroup(server.group_address)
+    submitting = asyncio.create_task(remote.submit(NewRequest("one", 0, tuple(PROMPT.encode()), greedy, max_tokens=4)))
+    await asyncio.wait_for(asked.wait(), DEADLINE_S)
+    await remote.aclose()
+    with pytest.raises(remote_group.NotHere):
+        await submitting
+
+
+async def test_an_owner_that_drains_is_not_asked_and_not_waited_for_without_end(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.target()
+    owner, other = await two_routers(world)
+    client, remote = await world.client(other, DEADLINE_S), other.route.remote
+    owner._group_servicer.draining = True
+    await world.until(lambda: remote.is_draining, "it says so", timeout_s=DEADLINE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(other.route, "_max_wait_s", 0.0)
+        patch.setattr(remote._stub, "Submit", None)
+        with pytest.raises(Unavailable, match=r"shutting down.; try again later"):
+            await client.generate(PROMPT)
+    waiting = asyncio.create_task(client.generate(PROMPT, max_tokens=9, temperature=0))
+    await world.until(lambda: other._frontend.num_open == 1, "it waits", timeout_s=DEADLINE_S)
+    owner._group_servicer.draining = False  # as the next owner would
+    assert (await waiting).text == expected(9)
+
+
+async def test_an_owner_that_is_not_understood_is_asked_again(
+    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await world.target()
+    owner, other = await two_routers(world)
+
+    def garbled(_: object) -> None:
+        raise ValueError("of another version")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_group, "group_info_from_wire", garbled)
+        owner._group_servicer.draining = True  # which it tells
+        await world.until(lambda: other.route.state.startswith("lost"), "it is lost", timeout_s=DEADLINE_S)
+    owner._group_servicer.draining = False
+    await world.until(lambda: other.route.state == "ready", "it is found again", timeout_s=DEADLINE_S)
+    told = [record for record in caplog.records if "is not understood" in record.message]
+    assert [record.levelname for record in told] == ["ERROR"]
+    assert (await (await world.client(other, DEADLINE_S)).generate(PROMPT, max_tokens=9, temperature=0)).text
+
+
+async def test_an_owner_notices_a_frontend_whose_host_is_gone(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a host says nothing, not even that its connections end."""
+    pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    quick = [(name, value // 20 if name in pings else value) for name, value in group_service.SERVER_OPTIONS]
+    monkeypatch.setattr(group_service, "SERVER_OPTIONS", quick)
+    target = await world.target()
+    server = await world.router(times=replace(world.times, step_timeout_s=2 * DEADLINE_S))
+    servicer = server._group_servicer
+    servicer._unwatched_s = 0.05
+    target.pause()
+    greedy = Sampling(temperature=0.0, seed=1, verifier=Verifier.GREEDY)
+    start = await server.group.submit(NewRequest("one", 0, tuple(PROMPT.encode()), greedy, max_tokens=400))
+    request = group_pb2.WatchRequest(request_id="one", from_position=start.position)
+    request.header.generation = start.generation
+    with Relay(server.group_address) as relay:
+        async with grpc.aio.insecure_channel(relay.address) as channel:
+            watch = group_pb2_grpc.GroupServiceStub(channel).Watch(request)
+            await world.until(
+                lambda: servicer._watchers or not server.group.num_unfinished, "it is watched", timeout_s=DEADLINE_S
+            )
+            relay.delay_s = (1e6, 1e6)
+            await world.until(lambda: not server.group.num_unfinished, "it is aborted", timeout_s=DEADLINE_S)
+            watch.cancel()
     target.resume()
 
 
