@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -51,7 +52,9 @@ class RouterProcess:
         return self._process is not None and self._process.poll() is None
 
     def launch(self) -> None:
-        """Start the process; it does not serve yet."""
+        """Start the process; it does not serve yet. One that runs still must be stopped before."""
+        if self.running():
+            raise RuntimeError("the router runs already")
         self.num_launches += 1
         settings = self._folder / "settings.yaml"
         settings.write_text(yaml.safe_dump(self._settings().model_dump(mode="json")))
@@ -72,18 +75,30 @@ class RouterProcess:
                 },
             )
 
-    async def wait_registered(self, registry: Registry) -> None:
-        """Wait until it announces its address. Raises ``GroupError`` if it ends or takes too long."""
-        deadline = time.monotonic() + REGISTER_TIMEOUT_S
+    async def wait_registered(self, registry: Registry, timeout_s: float | None = REGISTER_TIMEOUT_S) -> None:
+        """Wait until it announces its address, which it does once the target answers.
+
+        Args:
+            timeout_s: how long; None for as long as it runs, which is right while the target may be loading.
+
+        Raises:
+            GroupError: it takes too long.
+            Unavailable: it ended.
+        """
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else math.inf
+        seen = "nothing from it in Redis"
         while True:
-            record = (await registry.members("router")).get(self.router_id)
-            if record is not None and record["pid"] == self.pid:
-                self.address, self.http_url = record["address"], record.get("http_url", "")
-                self.metrics_url = record.get("metrics_url", "")
-                return
+            try:
+                record = (await registry.members("router")).get(self.router_id)
+                if record is not None and record["pid"] == self.pid:
+                    self.address, self.http_url = record["address"], record.get("http_url", "")
+                    self.metrics_url = record.get("metrics_url", "")
+                    return
+            except Unavailable as error:  # Redis may come back
+                seen = str(error)
             self._raise_if_ended()
             if time.monotonic() > deadline:
-                raise GroupError(f"the router did not register within {REGISTER_TIMEOUT_S:g} s; see {self._log_file}")
+                raise GroupError(f"the router did not register within {timeout_s:g} s ({seen}); see {self._log_file}")
             await asyncio.sleep(0.05)
 
     async def wait_ready(self, registry: Registry, num_drafts: int) -> None:
@@ -112,18 +127,25 @@ class RouterProcess:
                 seen = f"group {found.group.state}, drafts {drafts}"
             except grpc.aio.AioRpcError as error:
                 seen = error.details() or error.code().name
+            except Unavailable as error:
+                seen = str(error)
             self._raise_if_ended()
             if time.monotonic() > deadline:
                 raise GroupError(f"the router is not ready after {READY_TIMEOUT_S:g} s ({seen}); see {self._log_file}")
             await asyncio.sleep(0.1)
 
     async def _owner(self, registry: Registry) -> str:
-        """Where the router that owns the group answers others: mostly this one, which is taken while none says so."""
+        """Where the router that owns the group answers others: mostly this one, which is taken while none says so.
+
+        Raises ``Unavailable`` while Redis does not say.
+        """
         routers = await registry.members("router")
         owner = max(routers.values(), key=lambda record: int(record.get("group_token", 0)), default=None)
         if owner is None or not owner.get("group_token"):
             owner = routers.get(self.router_id)
-        return str(owner["group_address"]) if owner is not None else self.address
+        if owner is None:
+            raise Unavailable("no router is registered")
+        return str(owner["group_address"])
 
     async def watch(self) -> None:
         """Runs while the process does. Raises ``Unavailable`` when it ended."""

@@ -279,9 +279,10 @@ class Supervisor:
 
     async def _start_router(self) -> None:
         router = _need(self._router)
+        await router.stop()  # of two with the same ports and name neither would serve
         router.launch()
         self._remember()
-        await router.wait_registered(_need(self._registry))
+        await router.wait_registered(_need(self._registry), timeout_s=None)
         self._remember(router_address=router.address, router_metrics_url=router.metrics_url)
         self._reporter.progress(f"the router listens on {router.address} again")
 
