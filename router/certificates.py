@@ -80,7 +80,7 @@ class Certificates:
         )
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For any other server."""
+        """For any other server. Where clients show certificates it speaks TLS 1.3 alone."""
         context = self._context(self._loaded.files)
 
         def use_current(connection: ssl.SSLObject, *_: object) -> None:
@@ -89,9 +89,10 @@ class Certificates:
         # Called in each handshake, also of clients that send no name.
         context.sni_callback = use_current
         if self._ca_certs is not None:
-            # A session that is resumed shows no certificate again, which may have lost its CA since.
+            # A session that is resumed shows no certificate again, which may have lost its CA since. TLS 1.2 resumes
+            # without tickets too, by an id.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.num_tickets = 0
-            context.options |= ssl.OP_NO_TICKET
         return context
 
     def _current(self) -> _Loaded:

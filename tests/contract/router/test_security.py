@@ -121,6 +121,24 @@ async def test_clients_show_a_certificate_of_the_ca(world: Any, files: Files, tm
     assert await let_in(strangers)
 
 
+async def test_no_session_is_resumed_without_the_certificate(world: Any, files: Files, tmp_path: Path) -> None:
+    """TLS 1.2 resumes by an id, whatever became of the CA."""
+    await world.target()
+    clients = Files(tmp_path / "clients", None, "client@example.org")
+    old, new = (ssl.create_default_context(cafile=files.ca_certs) for _ in range(2))
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    for context in (old, new):
+        context.load_cert_chain(clients.certificate, clients.key)
+    guarded = await world.router(router={**files.router, "ssl_ca_certs": str(clients.ca_certs)})
+    open_to_all = await world.router(router_id="other", wait=False, router=files.router)
+    async with httpx.AsyncClient(timeout=DEADLINE_S, verify=old) as http:
+        assert (await http.get(f"{open_to_all.http_url}/models")).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            await http.get(f"{guarded.http_url}/models")
+    async with httpx.AsyncClient(timeout=DEADLINE_S, verify=new) as http:
+        assert (await http.get(f"{guarded.http_url}/models")).status_code == 200
+
+
 async def test_a_renewed_certificate_is_for_the_next_connection(
     world: Any, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
