@@ -141,10 +141,21 @@ class RouterServer:
         await self.stop(0.0)
 
     async def start(self) -> None:
-        """Listen and begin to look for the target. Raises ``Unavailable`` (Redis) or ``ConfigError`` (port taken)."""
+        """Listen and begin to look for the target. Raises ``Unavailable`` (Redis) or ``ConfigError`` (port taken); what
+        was opened by then is closed.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop(0.0)
+            raise
+
+    async def _start(self) -> None:
         await self._registry.check()
         interceptors = (AccessInterceptor(), *((KeyInterceptor(self._keys),) if self._keys is not None else ()))
-        self._server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
+        # Two servers on one port would share its connections.
+        options = (*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
+        self._server = grpc.aio.server(interceptors=interceptors, options=options)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._frontend, self._server)
         if self._http is not None:
             self._http.listen()
@@ -225,8 +236,9 @@ class RouterServer:
         await self._group_port.stop(1.0)
         if self._server is not None:
             await self._server.stop(1.0)
-        with contextlib.suppress(Unavailable):
-            await self._registry.withdraw("router", self._router_id)
+        if self._tasks:  # else another router may be known by that name
+            with contextlib.suppress(Unavailable):
+                await self._registry.withdraw("router", self._router_id)
         await self._registry.aclose()
         self._grammars.close()
 
