@@ -10,9 +10,10 @@ from uuid import uuid4
 import pytest
 
 from outrider.cluster.redis_access import RedisAccess
-from outrider.cluster.redis_server import RedisServer, free_port
+from outrider.cluster.redis_server import RedisServer
 from outrider.cluster.registry import Heartbeat, Registry
 from outrider.core.errors import ConfigError, Unavailable
+from outrider_ports import held_port
 
 TTL_S = 0.3
 
@@ -150,16 +151,17 @@ async def test_a_heartbeat_comes_back_after_redis_lost_its_data(registry: Regist
 
 
 async def test_a_dead_redis_is_named_in_one_line() -> None:
-    url = f"redis://user:secret@127.0.0.1:{free_port()}/0"
-    async with Registry(url, "c") as registry:
-        with pytest.raises(Unavailable) as caught:
-            await registry.members("draft")
-    line = str(caught.value)
-    assert str(RedisAccess.of(url)) in line
-    assert "secret" not in line
-    assert "\n" not in line
-    with pytest.raises(Unavailable, match="does not answer"):
-        Heartbeat(url, "c", "draft", "d", {}).start()
+    with held_port() as port:
+        url = f"redis://user:secret@127.0.0.1:{port}/0"
+        async with Registry(url, "c") as registry:
+            with pytest.raises(Unavailable) as caught:
+                await registry.members("draft")
+        line = str(caught.value)
+        assert str(RedisAccess.of(url)) in line
+        assert "secret" not in line
+        assert "\n" not in line
+        with pytest.raises(Unavailable, match="does not answer"):
+            Heartbeat(url, "c", "draft", "d", {}).start()
 
 
 async def test_a_redis_that_takes_the_connection_and_says_nothing_is_given_up() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider_ports import held_port
 from outrider_testbed import WarmPython
 
 HERE = Path(__file__).parent
@@ -90,26 +91,24 @@ def run_group(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython)
     """run_group(world_size, local_size, **settings) -> what scenarios.py found on each rank"""
 
     def run(world_size: int, local_size: int, **settings: Any) -> list[dict[str, Any]]:
-        from outrider.workers.engine.parallel import free_port
-
         folder = tmp_path_factory.mktemp("group")
-        port = free_port("127.0.0.1")
-        ranks = []
-        for rank in range(world_size):
-            values = {"rank": rank, "world_size": world_size, "local_size": local_size, "port": port, **settings}
-            values["out"] = str(folder / f"found{rank}")
-            (folder / f"settings{rank}.json").write_text(json.dumps(values))
-            arguments = [str(folder / f"settings{rank}.json")]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            with (folder / f"log{rank}").open("w") as log:
-                script = HERE / "scenarios.py"
-                ranks.append(warm_python.start(script, arguments, environment=environment, log=log, rank=rank))
-        try:
-            codes = [process.wait(timeout=200) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait(timeout=60)
+        with held_port() as port:
+            ranks = []
+            for rank in range(world_size):
+                values = {"rank": rank, "world_size": world_size, "local_size": local_size, "port": port, **settings}
+                values["out"] = str(folder / f"found{rank}")
+                (folder / f"settings{rank}.json").write_text(json.dumps(values))
+                arguments = [str(folder / f"settings{rank}.json")]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                with (folder / f"log{rank}").open("w") as log:
+                    script = HERE / "scenarios.py"
+                    ranks.append(warm_python.start(script, arguments, environment=environment, log=log, rank=rank))
+            try:
+                codes = [process.wait(timeout=200) for process in ranks]
+            finally:
+                for process in ranks:
+                    process.kill()
+                    process.wait(timeout=60)
         logs = "\n".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(world_size))
         assert codes == [0] * world_size, logs
         return [torch.load(folder / f"found{rank}", weights_only=False) for rank in range(world_size)]

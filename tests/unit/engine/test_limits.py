@@ -15,7 +15,8 @@ from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.kv_cache import default_num_blocks
 from outrider.workers.engine.loading import read_model_config
-from outrider.workers.engine.parallel import Parallel, free_port, interface_of
+from outrider.workers.engine.parallel import Parallel, interface_of
+from outrider_ports import held_port
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +112,11 @@ def test_a_group_that_does_not_come_together_says_so(monkeypatch: pytest.MonkeyP
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    place = {"local_size": 2, "master_addr": "127.0.0.1", "master_port": free_port("127.0.0.1"), "node_ip": "127.0.0.1"}
-    for rank in (0, 1):
-        with pytest.raises(GroupError, match=f"rank {rank} of 2 found no group at 127.0.0.1"):
-            Parallel.connect(rank=rank, world_size=2, timeout_s=1.0, **place)
+    with held_port() as port:
+        place = {"local_size": 2, "master_addr": "127.0.0.1", "master_port": port, "node_ip": "127.0.0.1"}
+        for rank in (0, 1):
+            with pytest.raises(GroupError, match=f"rank {rank} of 2 found no group at 127.0.0.1"):
+                Parallel.connect(rank=rank, world_size=2, timeout_s=1.0, **place)
 
 
 def test_interfaces() -> None:
