@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from outrider.client import Client
+from outrider.client._async import CHANNEL_OPTIONS
 from outrider.core.errors import Unauthenticated
 from outrider_certificates import Files
 from outrider_chart import NAME, Rendered, render
@@ -46,7 +47,8 @@ VALUES: dict[str, Any] = {
 }
 
 
-# Of a stream with some 500 KB, of which a connection takes in 64 KB, or a little more, before somebody reads them.
+# Of a stream with some 500 KB, of which a connection that never widens its window takes in 64 KB before they are read.
+NARROW = (*CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))
 NUM_TOKENS, NUM_CHOICES, NUM_LOGPROBS = 200, 8, 20
 
 
@@ -108,7 +110,7 @@ def release(tmp_path: Path) -> Iterator[Release]:
         yield Release(rendered, kubelet, certificates)
 
 
-def test_the_program_runs_as_the_chart_says(release: Release) -> None:
+def test_the_program_runs_as_the_chart_says(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     kubelet, redis, head, routers = release.kubelet, release.redis, release.head, release.routers
 
     # In no order that helps: the supervisor waits for Ray and for nodes, routers for a target.
@@ -150,6 +152,7 @@ def test_the_program_runs_as_the_chart_says(release: Release) -> None:
         kubelet.wait_for(
             "the routers have the draft", lambda: [each["state"] for each in client.status()["drafts"]] == ["ready"]
         )
+    monkeypatch.setattr("outrider.client._async.CHANNEL_OPTIONS", NARROW)
     hand_over(release)
     assert head.stop("supervisor") == 0
 
