@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from types import TracebackType
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, for_log
 from outrider.core.logs import bind
 from outrider.core.tracing import Span, Tracing
 from outrider.router.access import bind_request, current_call
@@ -126,5 +126,5 @@ class Observed:
             )
         if error is not None:
             # Of what is no error of ours nobody knows what is in its text.
-            span.fail(error.for_log if isinstance(error, OutriderError) else type(error).__name__)
+            span.fail(for_log(error) if isinstance(error, OutriderError) else type(error).__name__)
         span.end()

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from outrider.core import errors
-from outrider.core.errors import InvalidRequest, OutriderError
+from outrider.core.errors import InvalidRequest, OutriderError, for_log
 from outrider.router.http.fields import UNSUPPORTED
 
 # What the frontend and the owner of a group call a prompt, and what they say of one that does not fit.
@@ -58,12 +58,12 @@ def http_error(error: OutriderError, names: Mapping[str, str]) -> HttpError:
         line = str(InvalidRequest(param, error.value, error.limit))
         too_long = error.field in PROMPT_FIELDS and any(words in error.limit for words in _TOO_LONG)
         code = "context_length_exceeded" if too_long else "invalid_value"
-        for_log = f"{type(error).__name__}: {param}"
-        return HttpError(400, " ".join(line.split()), param=param, code=code, for_log=for_log)
+        told = for_log(InvalidRequest(param, error.value, error.limit))
+        return HttpError(400, " ".join(line.split()), param=param, code=code, for_log=told)
     for kind, (status, name, code, headers) in _ANSWERS.items():
         if isinstance(error, kind):
-            return HttpError(status, str(error), name, code=code, headers=headers, for_log=error.for_log)
-    return HttpError(500, str(error), "server_error", code="internal_error", for_log=error.for_log)
+            return HttpError(status, str(error), name, code=code, headers=headers, for_log=for_log(error))
+    return HttpError(500, str(error), "server_error", code="internal_error", for_log=for_log(error))
 
 
 def fault_in_the_server(error: Exception) -> HttpError:

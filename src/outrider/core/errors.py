@@ -21,11 +21,6 @@ MAX_SHOWN = 200  # characters of a bad value that an error repeats
 class OutriderError(Exception):
     """Base of all errors of Outrider. ``str(error)`` is one line that says what is wrong and what to do."""
 
-    @property
-    def for_log(self) -> str:
-        """What logs and traces tell of it: nothing that a client sent."""
-        return f"{type(self).__name__}: {self}"
-
 
 class InvalidRequest(OutriderError):
     """A field of a request is wrong.
@@ -43,11 +38,6 @@ class InvalidRequest(OutriderError):
         shown = repr(value)
         shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
         super().__init__(f"{field} is {shown}, but must be {limit}")
-
-    @property
-    def for_log(self) -> str:
-        """The field alone. The value is the client's, and limits repeat parts of it: where a grammar is wrong, say."""
-        return f"{type(self).__name__}: {self.field}"
 
 
 class Unauthenticated(OutriderError):
@@ -84,3 +74,13 @@ class ConfigError(OutriderError):
 
 class GroupError(OutriderError):
     """A target group cannot go on and must be rebuilt."""
+
+
+def for_log(error: OutriderError) -> str:
+    """What logs and traces tell of an error: nothing that a client sent.
+
+    Of a wrong field the name alone. The value is the client's, and limits repeat parts of it: where a grammar is wrong,
+    say.
+    """
+    told = error.field if isinstance(error, InvalidRequest) else error
+    return f"{type(error).__name__}: {told}"

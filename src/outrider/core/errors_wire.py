@@ -15,7 +15,7 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from outrider.core import errors
-from outrider.core.errors import InvalidRequest, OutriderError
+from outrider.core.errors import InvalidRequest, OutriderError, for_log
 
 DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -105,7 +105,7 @@ async def errors_as_status(
     try:
         yield
     except OutriderError as error:
-        log.info("%s: %s", what, error.for_log)
+        log.info("%s: %s", what, for_log(error))
         await abort_with(context, error)
     except (grpc.aio.AbortError, grpc.RpcError):
         raise
