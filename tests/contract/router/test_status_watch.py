@@ -30,7 +30,9 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
         environment = {**os.environ, "TERM": "xterm", "PYTHONSAFEPATH": "1"}
         environment.pop("OUTRIDER_ADDRESS", None)
-        self.process = subprocess.Popen([*CLI, *args], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        # In a terminal's foreground Ctrl-C ends programs; tests that run in the background of a shell are deaf to it.
+        command = ["env", "--default-signal=INT", *CLI, *args]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
         os.close(theirs)
         os.set_blocking(self._ours, False)
         self.text = ""
