@@ -15,6 +15,7 @@ from typing import Any
 log = logging.getLogger("outrider.cluster.workers")
 
 HANDLER = "ray_print_logs"  # Ray's own, which it removes when it shuts down
+PRINT = "print_to_stdstream"
 AUTOSCALER = "autoscaler"  # in place of a number
 
 
@@ -27,10 +28,13 @@ def log_as_others_do() -> None:
 
 def forward_as_json() -> None:
     """From now on, in this process, which has joined Ray."""
+    from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
     global_worker_stdstream_dispatcher.remove_handler(HANDLER)
     global_worker_stdstream_dispatcher.add_handler(HANDLER, forward)
+    # What Ray's node managers tell, such as that a worker was killed, is printed past the dispatcher.
+    setattr(worker, PRINT, lambda data, ignore_prefix: forward(data))
 
 
 def forward(batch: Mapping[str, Any]) -> None:

@@ -41,21 +41,30 @@ def test_the_table_of_rays_autoscaler_is_left_out(caplog: pytest.LogCaptureFixtu
     assert caplog.records == []
 
 
-def test_rays_own_way_of_printing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_own_way_of_printing_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """Planted where Ray has it; it names the workers in front of every line."""
     rays = logging.getLogger("ray")
     monkeypatch.setattr(rays, "handlers", [logging.StreamHandler()])
     monkeypatch.setattr(rays, "propagate", False)
+    from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
-    from outrider.cluster.worker_logs import HANDLER, forward_as_json, log_as_others_do
+    from outrider.cluster.worker_logs import HANDLER, PRINT, forward_as_json, log_as_others_do
 
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(worker, PRINT, getattr(worker, PRINT))  # there, and put back afterwards
     dispatcher.add_handler(HANDLER, print)
     try:
         forward_as_json()
         log_as_others_do()
         assert [handler for name, handler in dispatcher.handlers if name == HANDLER] == [forward]
         assert (rays.handlers, rays.propagate) == ([], True)
+        told = {"lines": ["A worker died or was killed"], "pid": "raylet", "is_err": False}
+        getattr(worker, PRINT)(told, ignore_prefix=False)  # as Ray calls it
+        assert [record.getMessage() for record in caplog.records] == ["A worker died or was killed"]
+        assert "killed" not in capsys.readouterr().out
     finally:
         dispatcher.remove_handler(HANDLER)
 
