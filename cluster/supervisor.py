@@ -40,7 +40,8 @@ from outrider.cluster.telemetry import actor_environment, log_settings, trace_se
 from outrider.cluster.waiting import all_or_first_error, guarded
 from outrider.core.errors import OutriderError, Unavailable
 from outrider.core.logs import Process, configure
-from outrider.metrics.listener import MetricsListener
+from outrider.http_port import HttpPort
+from outrider.metrics.listener import metrics_listener
 
 log = logging.getLogger("outrider.cluster.supervisor")  # also where this module is the program
 
@@ -80,7 +81,7 @@ class Supervisor:
         self._drafts: DraftPool | None = None
         self._keeping_drafts: asyncio.Task[None] | None = None
         self._router: RouterProcess | None = None
-        self._listener: MetricsListener | None = None
+        self._listener: HttpPort | None = None
         self._telling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -181,7 +182,7 @@ class Supervisor:
         port = self._config.supervisor.metrics_port
         if port is None:
             return
-        self._listener = MetricsListener(
+        self._listener = metrics_listener(
             "supervisor.metrics_port",
             self._config.router.host,
             port,

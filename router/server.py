@@ -46,8 +46,7 @@ from outrider.v1 import (
 )
 
 if TYPE_CHECKING:
-    from outrider.metrics.listener import MetricsListener
-    from outrider.router.http.door import HttpDoor
+    from outrider.http_port import HttpPort
 
 log = logging.getLogger(__name__)
 
@@ -242,9 +241,9 @@ class RouterServer:
         await self._registry.aclose()
         self._grammars.close()
 
-    def _http_door(self) -> HttpDoor:
+    def _http_door(self) -> HttpPort:
         from outrider.router.http.app import Served, make_app
-        from outrider.router.http.door import HttpDoor
+        from outrider.router.http.door import http_door
 
         router = self._config.router
         served = Served(
@@ -259,10 +258,10 @@ class RouterServer:
             metrics=lambda: text(self._metrics),
             keys=self._keys,
         )
-        return HttpDoor(router, AccessLog(make_app(served)), self._certificates)
+        return http_door(router, AccessLog(make_app(served)), self._certificates)
 
-    def _metrics_listener(self) -> MetricsListener | None:
-        from outrider.metrics.listener import MetricsListener
+    def _metrics_listener(self) -> HttpPort | None:
+        from outrider.metrics.listener import metrics_listener
 
         async def tell() -> str:
             return text(self._metrics)
@@ -270,7 +269,7 @@ class RouterServer:
         router = self._config.router
         if router.metrics_port is None:
             return None
-        return MetricsListener("router.metrics_port", router.host, router.metrics_port, tell=tell, state=self._state)
+        return metrics_listener("router.metrics_port", router.host, router.metrics_port, tell=tell, state=self._state)
 
     def _state(self) -> str:
         """ "ready", or why requests would not be answered."""
