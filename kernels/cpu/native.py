@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,34 @@ class PackedWeights:
     group_size: int
     out_features: int
     in_features: int
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``x @ weights.T + bias``"""
+
+    weights: PackedWeights
+    bias: Tensor | None = None  # [out_features] float32
+
+
+@dataclass(frozen=True)
+class NormWeight:
+    """``x / rms(x) * weight``"""
+
+    weight: Tensor  # [size] float32
+    eps: float
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """What an attention layer is, apart from its products; heads are those of this rank."""
+
+    heads: int
+    scale: float
+    # Norms over each head's elements, before its rotation.
+    q_norm: Tensor | None = None  # [head_dim] float32
+    k_norm: Tensor | None = None  # as q_norm
+    eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,9 +73,7 @@ class Kernels:
 
     def linear(self, x: Tensor, weights: PackedWeights, bias: Tensor | None) -> Tensor:
         """x [n, in_features], bias [out_features] -> [n, out_features]"""
-        out: Tensor = self.module.linear(
-            x, weights.data, weights.out_features, weights.scales, weights.group_size, bias, self.instruction_set
-        )
+        out: Tensor = self.module.linear(x, self._matrix(weights, bias))
         return out
 
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -73,9 +100,8 @@ class Kernels:
         slot_mapping: Tensor,  # [n] int64
     ) -> Tensor:
         """Queries [n, heads, head_dim], turned to their positions; keys and values go to their slots."""
-        out: Tensor = self.module.rope_and_store(
-            qkv, heads, cos, sin, q_norm, k_norm, eps, keys, values, slot_mapping, self.instruction_set
-        )
+        native = self.module.Heads(heads, 1.0, q_norm, k_norm, eps, self.instruction_set)
+        out: Tensor = self.module.rope_and_store(qkv, native, cos, sin, keys, values, slot_mapping)
         return out
 
     def attention(
@@ -88,8 +114,44 @@ class Kernels:
         scale: float,
     ) -> Tensor:
         """[n, heads * head_dim]"""
-        out: Tensor = self.module.attention(query, keys, values, slots, rows, scale, self.instruction_set)
+        native = self.module.Heads(query.shape[1], scale, None, None, 0.0, self.instruction_set)
+        out: Tensor = self.module.attention(query, native, keys, values, slots, rows)
         return out
+
+    def swiglu_layer(self, norm: NormWeight, gate_up: Affine, down: Affine) -> Any:
+        """A norm and an MLP after it, which give the bits of their parts.
+
+        Its ``forward(rows, added)`` takes rows [n, hidden] and gives [n, out_features of down]; with ``added``, the rows
+        are added to what comes out.
+        """
+        matrices = (self._matrix(affine.weights, affine.bias) for affine in (gate_up, down))
+        return self.module.SwiGluLayer(self._norm(norm), *matrices)
+
+    def attention_layer(self, norm: NormWeight, qkv: Affine, heads: HeadsShape, output: Affine) -> Any:
+        """A norm and an attention layer after it, which give the bits of their parts.
+
+        Its ``forward(rows, cos, sin, keys, values, slot_mapping, slots, row_table, added)`` takes rows [n, hidden] and
+        else what ``rope_and_store`` and ``attention`` do; [n, out_features of output], ``added`` as in ``swiglu_layer``.
+        """
+        native = self.module.Heads(
+            heads.heads, heads.scale, heads.q_norm, heads.k_norm, heads.eps, self.instruction_set
+        )
+        first, second = (self._matrix(affine.weights, affine.bias) for affine in (qkv, output))
+        return self.module.AttentionLayer(self._norm(norm), first, native, second)
+
+    def _norm(self, norm: NormWeight) -> Any:
+        return self.module.Norm(norm.weight, norm.eps, self.instruction_set)
+
+    def _matrix(self, weights: PackedWeights, bias: Tensor | None) -> Any:
+        return self.module.Matrix(
+            weights.data,
+            weights.out_features,
+            weights.in_features,
+            weights.scales,
+            weights.group_size,
+            bias,
+            self.instruction_set,
+        )
 
 
 def instruction_sets() -> list[str]:

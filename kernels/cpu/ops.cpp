@@ -4,6 +4,8 @@
 // can be taken to another machine.
 #include <ATen/Parallel.h>
 #include <immintrin.h>
+#include <omp.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <torch/extension.h>
@@ -15,7 +17,10 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
+#include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <vector>
@@ -73,9 +78,19 @@ Isa parse(const std::string& name) {
   return Isa::kAmx;
 }
 
+inline const float* data_or_null(const std::optional<torch::Tensor>& tensor) {
+  if (!tensor.has_value()) return nullptr;
+  TORCH_CHECK(tensor->is_contiguous(), "scales, biases and weights of norms must be contiguous");
+  return tensor->data_ptr<float>();
+}
+
+#include "team.h"
 #include "pages.h"
+#include "matrix.h"
 #include "unit_product.h"
 #include "product.h"
+#include "phases.h"
+#include "layers.h"
 
 // The instruction sets that this machine has, best last.
 std::vector<std::string> instruction_sets() {
@@ -97,177 +112,75 @@ std::vector<std::string> instruction_sets() {
   return found;
 }
 
-const float* data_or_null(const std::optional<torch::Tensor>& tensor) {
-  if (!tensor.has_value()) return nullptr;
-  TORCH_CHECK(tensor->is_contiguous(), "scales, biases and weights of norms must be contiguous");
-  return tensor->data_ptr<float>();
+// x [n, in] -> [n, out]
+torch::Tensor linear(const torch::Tensor& x, const Matrix& matrix) {
+  const float* from = data_of(x);
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == matrix.in(), "x does not fit the weights");
+  const int64_t n = x.size(0);
+  auto out = torch::empty({n, matrix.out()}, x.options());
+  if (n == 0) return out;
+  const auto product = multiplication(from, n, matrix);
+  with_team(threads_for(n, {&matrix}), [&](const Member& member) {
+    member.share(n, [&](int64_t begin, int64_t end) { product->take(begin, end); });
+    member.meet();
+    product->run({out.data_ptr<float>(), nullptr});
+  });
+  return out;
 }
-
-void check_rows(const torch::Tensor& x) {
-  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == torch::kFloat32, "rows must be contiguous float32");
-}
-
-// x [n, in], packed as `pack` gave it, scales [groups, out] for int8, bias [out] -> [n, out].
-torch::Tensor linear(
-    const torch::Tensor& x, const torch::Tensor& packed, int64_t out, const std::optional<torch::Tensor>& scales,
-    int64_t group, const std::optional<torch::Tensor>& bias, const std::string& isa) {
-  check_rows(x);
-  const int64_t n = x.size(0), panels = (out + kPanel - 1) / kPanel;
-  TORCH_CHECK(x.dim() == 2, "x is no matrix");
-  const bool in_units = packed.scalar_type() == torch::kByte;
-  const bool fits = in_units ? Units(packed).fits(x.size(1), panels) : packed.numel() == panels * kPanel * x.size(1);
-  TORCH_CHECK(fits, "x does not fit the weights");
-  TORCH_CHECK((packed.scalar_type() == torch::kInt8) == scales.has_value(), "int8 weights have scales, others none");
-  const float *scale = data_or_null(scales), *add = data_or_null(bias);
-  const Isa set = parse(isa);
-  if (n == 0) return torch::empty({n, out}, x.options());
-  if (in_units) {
-    TORCH_CHECK(set == Isa::kAmx, "units of weights are for amx");
-    return product_of(UnitProduct(x, packed), x, out, add);
-  }
-  if (scale && tiles_take(set, true, x.size(1), group))
-    return product_of(DigitProduct(x, packed, out, scale, group), x, out, add);
-  return product_of(Product(x, packed, out, scale, group, set), x, out, add);
-}
-
-// Rows that a thread should have at least: below some thousand elements, waking it costs more than it saves.
-int64_t grain(int64_t size) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(size, 1)); }
 
 // x [..., size] -> the same shape; with a residual of that shape, x is added to it in place first.
 torch::Tensor rms_norm(
     const torch::Tensor& x, const std::optional<torch::Tensor>& residual, const torch::Tensor& weight, double eps,
     const std::string& isa) {
-  check_rows(x);
+  const float* from = data_of(x);
   const int64_t size = x.size(-1), n = x.numel() / std::max<int64_t>(size, 1);
   TORCH_CHECK(weight.numel() == size, "x does not fit the norm's weight");
+  TORCH_CHECK(!residual || residual->numel() == x.numel(), "x does not fit the residual");
+  const Norm norm(weight, eps, isa);
   auto out = torch::empty_like(x);
-  const float* from = x.data_ptr<float>();
-  float* to = out.data_ptr<float>();
-  float* rest = nullptr;
-  if (residual.has_value()) {
-    check_rows(*residual);
-    TORCH_CHECK(residual->numel() == x.numel(), "x does not fit the residual");
-    rest = residual->data_ptr<float>();
-  }
-  const float* scale = weight.data_ptr<float>();
-  const auto function = parse(isa) == Isa::kAvx2 ? avx2::rms_norm_row : avx512::rms_norm_row;
-  at::parallel_for(0, n, grain(size), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      function(
-          from + r * size, rest ? rest + r * size : nullptr, scale, static_cast<float>(eps), size, to + r * size);
-  });
+  float *to = out.data_ptr<float>(), *rest = residual ? (data_of(*residual), residual->data_ptr<float>()) : nullptr;
+  share(n, size, [&](int64_t begin, int64_t end) { norm.rows(from, rest, begin, end, to); });
   return out;
 }
 
 // gate_up [n, 2 * size], gates first -> silu(gate) * up [n, size].
 torch::Tensor silu_mul(const torch::Tensor& gate_up, const std::string& isa) {
-  check_rows(gate_up);
+  const float* from = data_of(gate_up);
   TORCH_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "gate_up must be a matrix with an even number of columns");
   const int64_t n = gate_up.size(0), size = gate_up.size(1) / 2;
+  const bool is_narrow = parse(isa) == Isa::kAvx2;
   auto out = torch::empty({n, size}, gate_up.options());
-  const auto function = parse(isa) == Isa::kAvx2 ? avx2::silu_mul_row : avx512::silu_mul_row;
-  const float* from = gate_up.data_ptr<float>();
   float* to = out.data_ptr<float>();
-  at::parallel_for(0, n, grain(size), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) function(from + 2 * r * size, from + (2 * r + 1) * size, size, to + r * size);
-  });
+  share(n, 2 * size, [&](int64_t begin, int64_t end) { silu_mul_rows(from, size, is_narrow, begin, end, to); });
   return out;
 }
 
-template <typename T>
-void copy_as(const float* from, int64_t count, T* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
-}
-
-// qkv [n, (heads + 2 kv_heads) * dim]; cos, sin [n, rotary]; keys, values [slots, kv_heads, dim], float32 or bfloat16,
-// written at slot_mapping [n] int64; q_norm, k_norm [dim] -> queries [n, heads, dim].
+// qkv [n, (heads + 2 kv_heads) * dim], cos, sin [n, rotary], slot_mapping [n] int64 -> queries [n, heads, dim].
 torch::Tensor rope_and_store(
-    const torch::Tensor& qkv, int64_t heads, const torch::Tensor& cos, const torch::Tensor& sin,
-    const std::optional<torch::Tensor>& q_norm, const std::optional<torch::Tensor>& k_norm, double eps,
-    torch::Tensor keys, torch::Tensor values, const torch::Tensor& slot_mapping, const std::string& isa) {
-  for (const auto& rows : {qkv, cos, sin}) check_rows(rows);
-  const int64_t kv_heads = keys.size(1), dim = keys.size(2), n = slot_mapping.numel(), rotary = cos.size(-1);
-  const int64_t width = (heads + 2 * kv_heads) * dim;
-  TORCH_CHECK(qkv.numel() == n * width, "qkv does not fit the cache");
-  TORCH_CHECK(cos.numel() == n * rotary && sin.numel() == n * rotary && rotary <= dim, "cos and sin do not fit qkv");
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && slot_mapping.is_contiguous(), "the cache is torn");
-  auto query = torch::empty({n, heads, dim}, qkv.options());
-  const float *from = qkv.data_ptr<float>(), *c = cos.data_ptr<float>(), *s = sin.data_ptr<float>();
-  const float *q_weight = data_or_null(q_norm), *k_weight = data_or_null(k_norm);
-  const int64_t* slots = slot_mapping.data_ptr<int64_t>();
-  const auto turn = parse(isa) == Isa::kAvx2 ? avx2::turn_head : avx512::turn_head;
+    const torch::Tensor& qkv, const Heads& heads, const torch::Tensor& cos, const torch::Tensor& sin, torch::Tensor keys,
+    torch::Tensor values, const torch::Tensor& slot_mapping) {
+  const float* from = data_of(qkv);
+  const Cache cache(std::move(keys), std::move(values));
+  const Rotation rotation(heads, cache, cos, sin, slot_mapping);
+  const int64_t n = slot_mapping.numel();
+  TORCH_CHECK(qkv.numel() == n * rotation.width(), "qkv does not fit the cache");
+  auto query = torch::empty({n, heads.heads, cache.dim()}, qkv.options());
   float* to = query.data_ptr<float>();
-  const bool narrow = keys.scalar_type() == torch::kBFloat16;
-  at::parallel_for(0, n, grain(width), [&](int64_t begin, int64_t end) {
-    std::vector<float> turned(dim);
-    for (int64_t r = begin; r < end; ++r) {
-      const float *row = from + r * width, *row_cos = c + r * rotary, *row_sin = s + r * rotary;
-      for (int64_t h = 0; h < heads; ++h)
-        turn(
-            row + h * dim, q_weight, static_cast<float>(eps), row_cos, row_sin, dim, rotary, to + (r * heads + h) * dim);
-      for (int64_t h = 0; h < kv_heads; ++h) {
-        const int64_t place = (slots[r] * kv_heads + h) * dim;
-        const float *key = row + (heads + h) * dim, *value = row + (heads + kv_heads + h) * dim;
-        turn(key, k_weight, static_cast<float>(eps), row_cos, row_sin, dim, rotary, turned.data());
-        if (narrow) {
-          copy_as(turned.data(), dim, keys.data_ptr<at::BFloat16>() + place);
-          copy_as(value, dim, values.data_ptr<at::BFloat16>() + place);
-        } else {
-          copy_as(turned.data(), dim, keys.data_ptr<float>() + place);
-          copy_as(value, dim, values.data_ptr<float>() + place);
-        }
-      }
-    }
-  });
+  share(n, rotation.width(), [&](int64_t begin, int64_t end) { rotation.rows(from, begin, end, to); });
   return query;
 }
 
-// query [n, heads, dim]; keys, values [slots, kv_heads, dim], float32 or bfloat16; slots [total] int64: the slots of each
-// sequence's positions, one sequence after the other. rows [n, 4] int64: where the row's sequence starts in slots, positions
-// up to its own, the position from which `visible` counts, and those 64 bits -> [n, heads * dim].
+// query [n, heads, dim]; slots and rows see Attention -> [n, heads * dim].
 torch::Tensor attention(
-    const torch::Tensor& query, const torch::Tensor& keys, const torch::Tensor& values, const torch::Tensor& slots,
-    const torch::Tensor& rows, double scale, const std::string& isa) {
-  check_rows(query);
-  const int64_t n = query.size(0), heads = query.size(1), dim = query.size(2), kv_heads = keys.size(1);
-  TORCH_CHECK(rows.is_contiguous() && rows.size(0) == n && rows.size(1) == 4, "rows do not fit the queries");
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && slots.is_contiguous(), "the cache is torn");
-  TORCH_CHECK(dim % 16 == 0 && heads % kv_heads == 0 && keys.size(2) == dim, "head_dim must be a multiple of 16");
-  auto out = torch::empty({n, heads * dim}, query.options());
-  const int64_t group = heads / kv_heads;
-  const bool narrow = keys.scalar_type() == torch::kBFloat16, small = parse(isa) == Isa::kAvx2;
-  const int64_t *facts = rows.data_ptr<int64_t>(), *all_slots = slots.data_ptr<int64_t>();
-  int64_t longest = 0;
-  for (int64_t r = 0; r < n; ++r) longest = std::max(longest, facts[4 * r + 1]);
-  at::parallel_for(0, n * kv_heads, grain(group * longest * dim / 32), [&](int64_t begin, int64_t end) {
-    std::vector<float> scores;
-    std::vector<int64_t> offsets;
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t r = index / kv_heads, h = index % kv_heads;
-      const int64_t* fact = facts + 4 * r;
-      const AttentionRow row{
-          query.data_ptr<float>() + (r * heads + h * group) * dim,
-          all_slots + fact[0],
-          fact[1],
-          fact[2],
-          static_cast<uint64_t>(fact[3]),
-          group,
-          dim,
-          kv_heads * dim,
-          static_cast<float>(scale)};
-      scores.resize(group * row.length);
-      offsets.resize(row.length);
-      float* to = out.data_ptr<float>() + (r * heads + h * group) * dim;
-      if (narrow) {
-        const uint16_t* k = reinterpret_cast<const uint16_t*>(keys.data_ptr<at::BFloat16>()) + h * dim;
-        const uint16_t* v = reinterpret_cast<const uint16_t*>(values.data_ptr<at::BFloat16>()) + h * dim;
-        (small ? avx2::attend<uint16_t> : avx512::attend<uint16_t>)(row, k, v, scores.data(), offsets.data(), to);
-      } else {
-        const float *k = keys.data_ptr<float>() + h * dim, *v = values.data_ptr<float>() + h * dim;
-        (small ? avx2::attend<float> : avx512::attend<float>)(row, k, v, scores.data(), offsets.data(), to);
-      }
-    }
-  });
+    const torch::Tensor& query, const Heads& heads, torch::Tensor keys, torch::Tensor values, const torch::Tensor& slots,
+    const torch::Tensor& rows) {
+  const float* from = data_of(query);
+  const Cache cache(std::move(keys), std::move(values));
+  Attention attention(heads, cache, slots, rows);
+  const int64_t n = rows.size(0);
+  TORCH_CHECK(query.numel() == n * heads.heads * cache.dim(), "rows do not fit the queries");
+  auto out = torch::empty({n, heads.heads * cache.dim()}, query.options());
+  with_team(threads_for(attention.size()), [&](const Member&) { attention.run(from, out.data_ptr<float>()); });
   return out;
 }
 
@@ -275,8 +188,22 @@ torch::Tensor attention(
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using release = py::call_guard<py::gil_scoped_release>;
+  using Tensor = torch::Tensor;
+  using MaybeTensor = std::optional<Tensor>;
   m.def("instruction_sets", &instruction_sets);
   m.def("pack", &pack, release());
+  py::class_<Matrix>(m, "Matrix")
+      .def(py::init<Tensor, int64_t, int64_t, MaybeTensor, int64_t, MaybeTensor, const std::string&>());
+  py::class_<Norm>(m, "Norm").def(py::init<Tensor, double, const std::string&>());
+  py::class_<Heads>(m, "Heads").def(py::init<int64_t, double, MaybeTensor, MaybeTensor, double, const std::string&>());
+  py::class_<SwiGluLayer>(m, "SwiGluLayer")
+      .def(py::init<Norm, Matrix, Matrix>())
+      .def("forward", &SwiGluLayer::forward, release(), py::arg("rows"), py::arg("added"));
+  py::class_<AttentionLayer>(m, "AttentionLayer")
+      .def(py::init<Norm, Matrix, Heads, Matrix>())
+      .def(
+          "forward", &AttentionLayer::forward, release(), py::arg("rows"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
+          py::arg("values"), py::arg("slot_mapping"), py::arg("slots"), py::arg("row_table"), py::arg("added"));
   m.def("linear", &linear, release());
   m.def("rms_norm", &rms_norm, release());
   m.def("silu_mul", &silu_mul, release());

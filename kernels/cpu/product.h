@@ -1,56 +1,21 @@
-// Packed weights, and the product of rows with a panel of them on any instruction set.
-
-// Whether products of that kind run on tiles: they take whole tiles of inputs, and of those that share a scale. What does not
-// fit is left to AVX-512. The number of rows has no say, or the rows' bits would depend on it.
-inline bool tiles_take(Isa isa, bool is_int8, int64_t in, int64_t group) {
-  if (isa != Isa::kAmx) return false;
-  if (!is_int8) return in % amx::kTileInputs == 0;
-  return in % amx::kTileInputsInt8 == 0 && (group >= in || group % amx::kTileInputsInt8 == 0);
-}
-
-// weight [out, in] bfloat16 (in even), or int8 with scales for `group` inputs -> [panels * kPanel * in] of the same type, or
-// units (see units.h) where tiles take bfloat16.
-inline torch::Tensor pack(const torch::Tensor& weight, int64_t group, const std::string& isa) {
-  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be a contiguous matrix");
-  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + kPanel - 1) / kPanel;
-  const bool is_int8 = weight.scalar_type() == torch::kInt8;
-  TORCH_CHECK(is_int8 || weight.scalar_type() == torch::kBFloat16, "weight must be bfloat16 or int8");
-  TORCH_CHECK(is_int8 || in % 2 == 0, "weight has an odd number of inputs");
-  const bool tiled = tiles_take(parse(isa), is_int8, in, group);
-  if (tiled && !is_int8) return pack_units(weight);
-  auto packed = zeros_on_huge_pages(panels * kPanel * in, weight.options());
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const int64_t width = std::min(kPanel, out - p * kPanel), first = p * kPanel * in;
-      if (is_int8) {
-        const int8_t* from = weight.data_ptr<int8_t>() + first;
-        int8_t* to = packed.data_ptr<int8_t>() + first;
-        for (int64_t o = 0; o < width; ++o)
-          for (int64_t k = 0; k < in; ++k) to[tiled ? amx::place_int8(k, o) : k * kPanel + o] = from[o * in + k];
-      } else {
-        const uint16_t* from = reinterpret_cast<const uint16_t*>(weight.data_ptr<at::BFloat16>()) + first;
-        uint16_t* to = reinterpret_cast<uint16_t*>(packed.data_ptr<at::BFloat16>()) + first;
-        for (int64_t o = 0; o < width; ++o)
-          for (int64_t k = 0; k < in; ++k) to[k / 2 * 2 * kPanel + 2 * o + k % 2] = from[o * in + k];
-      }
-    }
-  });
-  return packed;
-}
+// Products of rows with packed weights on any instruction set.
 
 // Products of one panel for all rows, group by group of inputs: out [n][kPanel].
 class Product {
  public:
-  Product(const torch::Tensor& x, const torch::Tensor& packed, int64_t out, const float* scales, int64_t group, Isa isa)
-      : n_(x.size(0)),
-        in_(x.size(1)),
-        out_(out),
-        x_(x.data_ptr<float>()),
-        scales_(scales),
-        group_(scales ? group : in_),
-        is_int8_(packed.scalar_type() == torch::kInt8),
-        weights_(static_cast<const char*>(packed.data_ptr())),
-        is_wide_(isa != Isa::kAvx2) {}
+  // x [n, in]
+  Product(const float* x, int64_t n, const Matrix& matrix)
+      : n_(n),
+        in_(matrix.in()),
+        out_(matrix.out()),
+        x_(x),
+        scales_(matrix.scales()),
+        group_(scales_ ? matrix.group() : in_),
+        is_int8_(matrix.packed().scalar_type() == torch::kInt8),
+        weights_(static_cast<const char*>(matrix.packed().data_ptr())),
+        is_wide_(matrix.kind() != Matrix::Kind::kAvx2) {}
+
+  void take(int64_t, int64_t) {}
 
   // Buffers of one thread.
   struct Scratch {
@@ -112,27 +77,33 @@ class Product {
 // Products with int8 weights on tiles: rows as three digits, exact sums over up to kPart inputs that share two scales.
 class DigitProduct {
  public:
-  DigitProduct(const torch::Tensor& x, const torch::Tensor& packed, int64_t out, const float* scales, int64_t group)
-      : n_(x.size(0)),
-        in_(x.size(1)),
-        out_(out),
+  // x [n, in]
+  DigitProduct(const float* x, int64_t n, const Matrix& matrix)
+      : n_(n),
+        in_(matrix.in()),
+        out_(matrix.out()),
         num_tiles_((3 * n_ + amx::kTileRows - 1) / amx::kTileRows),
-        scales_(scales),
-        weights_(packed.data_ptr<int8_t>()),
+        x_(x),
+        scales_(matrix.scales()),
+        weights_(matrix.packed().data_ptr<int8_t>()),
         digits_(num_tiles_ * amx::kTileRows * in_) {
+    const int64_t group = matrix.group();
     for (int64_t start = 0; start < in_; start += group)
       for (int64_t k = start; k < std::min(in_, start + group); k += kPart)
         parts_.push_back({start / group, k, std::min({kPart, start + group - k, in_ - k})});
     row_scales_.resize(n_ * parts_.size());
-    const float* rows = x.data_ptr<float>();
-    at::parallel_for(0, n_, std::max<int64_t>(1, 32768 / in_), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r)
-        for (size_t i = 0; i < parts_.size(); ++i) {
-          int8_t* to = digits_.data() + 3 * r * in_ + parts_[i].first;
-          row_scales_[r * parts_.size() + i] =
-              amx::split_int8(rows + r * in_ + parts_[i].first, parts_[i].count, to, to + in_, to + 2 * in_);
-        }
-    });
+    // Rows of the last tile that nobody fills give sums that nobody reads.
+    std::fill(digits_.data() + 3 * n_ * in_, digits_.data() + num_tiles_ * amx::kTileRows * in_, 0);
+  }
+
+  // Splits rows begin to end.
+  void take(int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      for (size_t i = 0; i < parts_.size(); ++i) {
+        int8_t* to = digits_.data() + 3 * r * in_ + parts_[i].first;
+        row_scales_[r * parts_.size() + i] =
+            amx::split_int8(x_ + r * in_ + parts_[i].first, parts_[i].count, to, to + in_, to + 2 * in_);
+      }
   }
 
   struct Scratch {
@@ -176,51 +147,69 @@ class DigitProduct {
   };
 
   int64_t n_, in_, out_, num_tiles_;
-  const float* scales_;
+  const float *x_, *scales_;
   const int8_t* weights_;
-  std::vector<int8_t> digits_;  // [16 * num_tiles][in]
+  Buffer<int8_t> digits_;  // [16 * num_tiles][in]
   std::vector<Part> parts_;
   std::vector<float> row_scales_;  // [n][parts]
 };
 
-// Panels for threads that ask: each takes half of an even share of what is left. With fixed shares all would wait for one that
-// other work on this machine keeps from running.
-class Panels {
- public:
-  Panels(int64_t count, int64_t num_threads) : count_(count), num_threads_(num_threads) {}
+// Where a product goes.
+struct Output {
+  float* rows;         // [n, out]
+  const float* added;  // [n, out], added at last; or null
+};
 
-  bool take(int64_t& begin, int64_t& end) {
-    begin = next_.load(std::memory_order_relaxed);
+// One product as phases of a team: `take` of all rows, by whoever wrote them, then `run` of all members.
+class Multiplication {
+ public:
+  virtual ~Multiplication() = default;
+  // Rows begin to end are there.
+  virtual void take(int64_t begin, int64_t end) = 0;
+  // This member's panels of the product.
+  virtual void run(const Output& to) = 0;
+};
+
+template <typename P>
+class MultiplicationOf final : public Multiplication {
+ public:
+  MultiplicationOf(const float* x, int64_t n, const Matrix& matrix)
+      : product_(x, n, matrix), n_(n), out_(matrix.out()), bias_(matrix.bias()), left_((out_ + kPanel - 1) / kPanel) {}
+
+  void take(int64_t begin, int64_t end) override { product_.take(begin, end); }
+
+  void run(const Output& to) override {
+    int64_t begin, end;
+    if (!left_.take(begin, end)) return;
+    auto scratch = product_.scratch();
+    const auto write = [&](int64_t p, const float* sums) {
+      const int64_t first = p * kPanel, columns = std::min(kPanel, out_ - first);
+      for (int64_t r = 0; r < n_; ++r) {
+        float* y = to.rows + r * out_ + first;
+        for (int64_t o = 0; o < columns; ++o) y[o] = bias_ ? sums[r * kPanel + o] + bias_[first + o] : sums[r * kPanel + o];
+        if (!to.added) continue;
+        const float* more = to.added + r * out_ + first;
+        for (int64_t o = 0; o < columns; ++o) y[o] += more[o];
+      }
+    };
     do {
-      if (begin >= count_) return false;
-      end = begin + std::max<int64_t>(1, (count_ - begin) / (2 * num_threads_));
-    } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
-    return true;
+      product_.each(begin, end, scratch, write);
+    } while (left_.take(begin, end));
+    product_.finish(scratch);
   }
 
  private:
-  int64_t count_, num_threads_;
-  std::atomic<int64_t> next_{0};
+  P product_;
+  int64_t n_, out_;
+  const float* bias_;
+  Parts left_;
 };
 
-// x [n, in] -> [n, out]; add [out] or null
-template <typename P>
-torch::Tensor product_of(const P& product, const torch::Tensor& x, int64_t out, const float* add) {
-  const int64_t n = x.size(0), panels = (out + kPanel - 1) / kPanel;
-  auto result = torch::empty({n, out}, x.options());
-  float* y = result.template data_ptr<float>();
-  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), panels);
-  Panels left(panels, num_threads);
-  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
-    auto scratch = product.scratch();
-    const auto write = [&](int64_t p, const float* sums) {
-      const int64_t first = p * kPanel, columns = std::min(kPanel, out - first);
-      for (int64_t r = 0; r < n; ++r)
-        for (int64_t o = 0; o < columns; ++o)
-          y[r * out + first + o] = add ? sums[r * kPanel + o] + add[first + o] : sums[r * kPanel + o];
-    };
-    for (int64_t begin, end; left.take(begin, end);) product.each(begin, end, scratch, write);
-    product.finish(scratch);
-  });
-  return result;
+// x [n, in] is to be read from `take` on only.
+inline std::unique_ptr<Multiplication> multiplication(const float* x, int64_t n, const Matrix& matrix) {
+  switch (matrix.kind()) {
+    case Matrix::Kind::kUnits: return std::make_unique<MultiplicationOf<UnitProduct>>(x, n, matrix);
+    case Matrix::Kind::kDigits: return std::make_unique<MultiplicationOf<DigitProduct>>(x, n, matrix);
+    default: return std::make_unique<MultiplicationOf<Product>>(x, n, matrix);
+  }
 }

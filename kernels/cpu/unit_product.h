@@ -1,88 +1,24 @@
-// bfloat16 weights in units for AMX (see units.h): how a matrix keeps them, and products of rows with it.
-
-// One byte tensor: int64 panels, int64 inputs, int64 starts [panels + 1] of the panels' units in bytes from the first unit,
-// uint8 heads [panels][inputs / 32], then the units from a line of the cache on.
-struct Units {
-  explicit Units(const torch::Tensor& packed) {
-    const auto* words = reinterpret_cast<const int64_t*>(packed.data_ptr<uint8_t>());
-    panels = words[0], inputs = words[1], starts = words + 2;
-    heads = reinterpret_cast<const uint8_t*>(starts + panels + 1);
-    units = packed.data_ptr<uint8_t>() + prelude_bytes(panels, inputs);
-  }
-
-  static int64_t prelude_bytes(int64_t panels, int64_t inputs) {
-    const int64_t bytes = 8 * (panels + 3) + panels * (inputs / amx::kTileInputs);
-    return (bytes + 63) / 64 * 64;
-  }
-
-  bool fits(int64_t in, int64_t num_panels) const { return inputs == in && panels == num_panels; }
-
-  int64_t panels, inputs;
-  const int64_t* starts;
-  const uint8_t *heads, *units;
-};
-
-// weight [out, in] bfloat16, in a multiple of 32 -> see Units.
-inline torch::Tensor pack_units(const torch::Tensor& weight) {
-  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + kPanel - 1) / kPanel;
-  const int64_t steps = in / amx::kTileInputs;
-  const auto* from = reinterpret_cast<const uint16_t*>(weight.data_ptr<at::BFloat16>());
-  const auto gather = [&](int64_t p, int64_t step, uint16_t* unit) {
-    const int64_t width = std::min(kPanel, out - p * kPanel);
-    std::memset(unit, 0, amx::kPlainBytes);
-    for (int64_t o = 0; o < width; ++o)
-      for (int64_t k = 0; k < amx::kTileInputs; ++k)
-        unit[amx::place_bfloat16(k, o)] = from[(p * kPanel + o) * in + step * amx::kTileInputs + k];
-  };
-  std::vector<uint8_t> heads(panels * steps);
-  std::vector<int64_t> starts(panels + 1);
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    uint16_t unit[amx::kUnit];
-    for (int64_t p = begin; p < end; ++p)
-      for (int64_t step = 0; step < steps; ++step) {
-        gather(p, step, unit);
-        heads[p * steps + step] = amx::head_of(unit);
-      }
-  });
-  for (int64_t p = 0; p < panels; ++p) {
-    starts[p + 1] = starts[p];
-    for (int64_t step = 0; step < steps; ++step) starts[p + 1] += amx::unit_bytes(heads[p * steps + step]);
-  }
-  const int64_t prelude = Units::prelude_bytes(panels, in);
-  auto packed = zeros_on_huge_pages(prelude + starts[panels], weight.options().dtype(torch::kByte));
-  auto* bytes = packed.data_ptr<uint8_t>();
-  const int64_t sizes[] = {panels, in};
-  std::memcpy(bytes, sizes, sizeof(sizes));
-  std::memcpy(bytes + 16, starts.data(), 8 * (panels + 1));
-  std::memcpy(bytes + 16 + 8 * (panels + 1), heads.data(), panels * steps);
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    uint16_t unit[amx::kUnit];
-    for (int64_t p = begin; p < end; ++p) {
-      uint8_t* to = bytes + prelude + starts[p];
-      for (int64_t step = 0; step < steps; ++step) {
-        const uint8_t head = heads[p * steps + step];
-        gather(p, step, unit);
-        amx::close_unit(unit, head, to);
-        to += amx::unit_bytes(head);
-      }
-    }
-  });
-  return packed;
-}
+// Products of rows with bfloat16 weights in units on AMX (see units.h and matrix.h).
 
 // Products with a panel for all rows. Sums run over the inputs in order, 32 at a time, whatever the number of rows.
 class UnitProduct {
  public:
-  UnitProduct(const torch::Tensor& x, const torch::Tensor& packed)
-      : n_(x.size(0)), in_(x.size(1)), steps_(in_ / amx::kTileInputs), weights_(packed), rows_(2 * n_ * in_) {
-    const float* from = x.data_ptr<float>();
-    at::parallel_for(0, n_, std::max<int64_t>(1, 65536 / in_), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        const int64_t block = r / amx::kTileRows, height = rows_of(block), line = r % amx::kTileRows;
-        uint16_t* to = rows_.data() + 2 * block * amx::kTileRows * in_ + line * amx::kTileInputs;
-        amx::split(from + r * in_, in_, to, height * amx::kTileInputs, 2 * height * amx::kTileInputs);
-      }
-    });
+  // x [n, in]
+  UnitProduct(const float* x, int64_t n, const Matrix& matrix)
+      : n_(n),
+        in_(matrix.in()),
+        steps_(in_ / amx::kTileInputs),
+        x_(x),
+        weights_(matrix.packed()),
+        rows_(2 * n_ * in_) {}
+
+  // Splits rows begin to end.
+  void take(int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t block = r / amx::kTileRows, height = rows_of(block), line = r % amx::kTileRows;
+      uint16_t* to = rows_.data() + 2 * block * amx::kTileRows * in_ + line * amx::kTileInputs;
+      amx::split(x_ + r * in_, in_, to, height * amx::kTileInputs, 2 * height * amx::kTileInputs);
+    }
   }
 
   // Buffers of one thread.
@@ -167,6 +103,7 @@ class UnitProduct {
   }
 
   int64_t n_, in_, steps_;
+  const float* x_;
   Units weights_;
-  std::vector<uint16_t> rows_;  // [blocks of 16 rows][in / 32][high, low][rows][32]
+  Buffer<uint16_t> rows_;  // [blocks of 16 rows][in / 32][high, low][rows][32]
 };

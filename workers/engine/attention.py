@@ -59,6 +59,8 @@ class AttentionStep:
     max_context: int  # the longest context that the engine admits, for the check of sliding windows
     layers_seen: set[int] = field(default_factory=set)
     windows_seen: set[int] = field(default_factory=set)  # sliding windows that layers asked for
+    # What a layer was given as cosines and sines, and what became of it.
+    _rotation: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -74,6 +76,13 @@ class AttentionStep:
             rows.extend((first, length, length, 0) for length in lengths)
             first += len(sequence.slots)
         return RowTable(torch.cat([sequence.slots for sequence in self.sequences]), torch.tensor(rows))
+
+    def rotation(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos, sin, each [1, rows, rotary] -> each [rows, rotary] float32. Made once for layers that are given the same."""
+        if self._rotation is None or self._rotation[0] is not position_embeddings:
+            cos, sin = (part.reshape(self.num_rows, -1).float().contiguous() for part in position_embeddings)
+            self._rotation = position_embeddings, (cos, sin)
+        return self._rotation[1]
 
     def check_window(self, sliding_window: int | None) -> None:
         """Raises ``ConfigError`` where a context may outgrow a layer's window, which is not there."""

@@ -5,15 +5,17 @@ Their inputs and outputs are float32; rows do not depend on one another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from outrider.core.errors import ConfigError
-from outrider.kernels.cpu import Kernels
+from outrider.kernels.cpu import HeadsShape, Kernels, NormWeight
 from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep
+from outrider.workers.engine.linear import PackedLinear, RowParallelLinear
 
 
 def _step(attention_mask: Tensor | None, keywords: Mapping[str, Any]) -> AttentionStep:
@@ -32,6 +34,10 @@ class FusedRMSNorm(nn.Module):
         self.weight = weight.float().contiguous()  # [size]
         self.eps = eps
         self.kernels = kernels
+
+    @property
+    def native(self) -> NormWeight:
+        return NormWeight(self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]"""
@@ -56,17 +62,16 @@ class FusedSwiGLU(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What an attention layer is, apart from its products; heads are those of this rank."""
+    """What an attention layer is, apart from its products."""
 
     layer: int
-    heads: int
     head_dim: int
-    scale: float
+    native: HeadsShape
     sliding_window: int | None = None
-    # Norms over each head's elements, before its rotation.
-    q_norm: Tensor | None = None  # [head_dim] float32
-    k_norm: Tensor | None = None  # as q_norm
-    eps: float = 0.0
+
+    @property
+    def heads(self) -> int:
+        return self.native.heads
 
 
 class FusedAttention(nn.Module):
@@ -92,31 +97,35 @@ class FusedAttention(nn.Module):
 
     def attend(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], step: AttentionStep) -> Tensor:
         """hidden [rows, hidden], cos and sin as in ``forward`` -> [rows, hidden]"""
-        shape = self.shape
+        shape, native = self.shape, self.shape.native
         step.check_window(shape.sliding_window)
         step.layers_seen.add(shape.layer)
-        cos, sin = (part.reshape(step.num_rows, -1).float() for part in position_embeddings)
+        cos, sin = step.rotation(position_embeddings)
         keys, values = step.keys[shape.layer], step.values[shape.layer]
         query = self.kernels.rope_and_store(
             self.qkv(hidden),
-            shape.heads,
+            native.heads,
             cos,
             sin,
-            shape.q_norm,
-            shape.k_norm,
-            shape.eps,
+            native.q_norm,
+            native.k_norm,
+            native.eps,
             keys,
             values,
             step.slot_mapping,
         )
         table = step.row_table
-        mixed = self.kernels.attention(query, keys, values, table.slots, table.rows, shape.scale)
+        mixed = self.kernels.attention(query, keys, values, table.slots, table.rows, native.scale)
         out: Tensor = self.output(mixed)
         return out
 
 
 class FusedBlock(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, without what a model's own layer does around them."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, without what a model's own layer does around them.
+
+    Each of the two is one call of our kernels, which gives the bits of the parts. Raises ``ConfigError`` when it is made of
+    products that are not on our kernels.
+    """
 
     def __init__(
         self, attention_norm: FusedRMSNorm, attention: FusedAttention, mlp_norm: FusedRMSNorm, mlp: FusedSwiGLU
@@ -126,6 +135,13 @@ class FusedBlock(nn.Module):
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+        affine = [product.affine if isinstance(product, PackedLinear) else None for product in products]
+        qkv, output, gate_up, down = affine
+        if qkv is None or output is None or gate_up is None or down is None:
+            raise ConfigError("model: a layer's products are not on our kernels")
+        self._attend = attention.kernels.attention_layer(attention_norm.native, qkv, attention.shape.native, output)
+        self._swiglu = mlp.kernels.swiglu_layer(mlp_norm.native, gate_up, down)
 
     def forward(
         self,
@@ -137,6 +153,27 @@ class FusedBlock(nn.Module):
     ) -> Tensor:
         """[1, rows, hidden]"""
         step = _step(attention_mask, kwargs)
-        rows = hidden_states[0]
-        rows = rows + self.attention.attend(self.attention_norm.forward(rows), position_embeddings, step)
-        return rows.add_(self.mlp.forward(self.mlp_norm.forward(rows)))[None]
+        shape, table = self.attention.shape, step.row_table
+        step.check_window(shape.sliding_window)
+        step.layers_seen.add(shape.layer)
+        cos, sin = step.rotation(position_embeddings)
+        keys, values = step.keys[shape.layer], step.values[shape.layer]
+        attend = functools.partial(
+            self._attend.forward,
+            cos=cos,
+            sin=sin,
+            keys=keys,
+            values=values,
+            slot_mapping=step.slot_mapping,
+            slots=table.slots,
+            row_table=table.rows,
+        )
+        rows = _add_to(hidden_states[0], attend, self.attention.output)
+        return _add_to(rows, self._swiglu.forward, self.mlp.down)[None]
+
+
+def _add_to(rows: Tensor, layer: Callable[..., Tensor], last: nn.Module) -> Tensor:
+    """rows [n, hidden] and what the layer makes of them; ``last`` is its last product."""
+    if isinstance(last, RowParallelLinear):
+        return last.complete(layer(rows, added=False)).add_(rows)
+    return layer(rows, added=True)

@@ -3,7 +3,8 @@
 Nothing here knows a model by its name. A candidate has the right children and attributes; then it and its replacement
 compute the same made-up rows, and the candidate stays where they differ by more than rounding. For that test the large
 products are taken out and cheap linear maps put in their places, in both alike: what is left is what differs between
-models (the activation, the kind of rotation, norms of heads, grouping, scale).
+models (the activation, the kind of rotation, norms of heads, grouping, scale). Blocks, whose parts are in place already, are
+compared with their products.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outrider.core.errors import ConfigError
-from outrider.kernels.cpu import Kernels
+from outrider.kernels.cpu import HeadsShape, Kernels
 from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep, SequenceSlots, padded_context
 from outrider.workers.engine.fused import AttentionShape, FusedAttention, FusedBlock, FusedRMSNorm, FusedSwiGLU
-from outrider.workers.engine.linear import ROW_PARALLEL, WHOLE_OR_COLUMN_PARALLEL, PackedLinear, replace_linear
+from outrider.workers.engine.linear import (
+    ROW_PARALLEL,
+    WHOLE_OR_COLUMN_PARALLEL,
+    PackedLinear,
+    RowParallelLinear,
+    replace_linear,
+)
 from outrider.workers.engine.parallel import Parallel
 from outrider.workers.engine.products import WeightFormat
 
@@ -207,18 +214,12 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
     first, second = (child for child in children if isinstance(child, FusedRMSNorm))
     (attention,) = (child for child in children if isinstance(child, FusedAttention))
     (mlp,) = (child for child in children if isinstance(child, FusedSwiGLU))
-    shape, generator = attention.shape, _generator()
-    # Ranks must not have to meet here, where one of them may have no kernels.
-    maps = [
-        LinearMap.sized(product.out_features, product.in_features, generator)
-        for product in (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-        if isinstance(product, PackedLinear)
-    ]
-    if rotary is None or len(maps) < 4:
+    shape, products = attention.shape, (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+    if rotary is None or any(not isinstance(product, PackedLinear) or product.affine is None for product in products):
         return None
-    qkv, output, gate_up, down = maps
-    kv_heads = (len(qkv.index) // shape.head_dim - shape.heads) // 2
-    hidden = torch.randn(1, PROBE_ROWS, len(output.index), generator=generator)
+    width, hidden_size = (product.out_features for product in products[:2])
+    kv_heads = (width // shape.head_dim - shape.heads) // 2  # type: ignore[operator]
+    hidden = torch.randn(1, PROBE_ROWS, hidden_size, generator=_generator())  # type: ignore[arg-type]
     positions = torch.arange(PROBE_START, PROBE_START + PROBE_ROWS)[None]
 
     def run(module: nn.Module) -> Tensor:
@@ -231,10 +232,7 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
 
     for attention_norm, mlp_norm in ((first, second), (second, first)):
         block = FusedBlock(attention_norm, attention, mlp_norm, mlp)
-        with (
-            _swapped(attention, {"qkv": qkv, "output": output}),
-            _swapped(mlp, {"gate_up": gate_up, "down": down}),
-        ):
+        with _without_ranks(products):
             same = _agree(functools.partial(run, layer), functools.partial(run, block))
         if same:
             # Models look at such facts of their layers, say at the kind of attention.
@@ -243,6 +241,20 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
                     setattr(block, name, value)
             return block.train(layer.training)
     return None
+
+
+@contextlib.contextmanager
+def _without_ranks(products: Sequence[nn.Module]) -> Iterator[None]:
+    """Ranks must not have to meet in a probe, where one of them may have no kernels."""
+    split = [product for product in products if isinstance(product, RowParallelLinear)]
+    before = [product.parallel for product in split]
+    for product in split:
+        product.parallel = Parallel.single()
+    try:
+        yield
+    finally:
+        for product, parallel in zip(split, before, strict=True):
+            product.parallel = parallel
 
 
 def _attention_shape(layer: nn.Module) -> AttentionShape | None:
@@ -263,7 +275,7 @@ def _attention_shape(layer: nn.Module) -> AttentionShape | None:
     heads, rest = divmod(len(_weight(children["q_proj"])), head_dim)
     if rest or head_dim % HEAD_MULTIPLE:
         return None
-    return AttentionShape(layer_idx, heads, head_dim, scale, **norms)
+    return AttentionShape(layer_idx, head_dim, HeadsShape(heads, scale, **norms))
 
 
 def _probe_step(layer: int, kv_heads: int, head_dim: int) -> AttentionStep:

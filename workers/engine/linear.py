@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core.errors import ConfigError
+from outrider.kernels.cpu import Affine
 from outrider.workers.engine.parallel import Parallel
-from outrider.workers.engine.products import WeightFormat
+from outrider.workers.engine.products import KernelProduct, WeightFormat
 
 
 class PackedLinear(nn.Module):
@@ -34,6 +35,11 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
 
+    @property
+    def affine(self) -> Affine | None:
+        """What our kernels multiply by, and add; None where they do not."""
+        return Affine(self.product.weights, self.bias) if isinstance(self.product, KernelProduct) else None
+
 
 class RowParallelLinear(PackedLinear):
     """A rank's part of a product whose inputs are split: the parts are summed, then the bias is added once."""
@@ -43,9 +49,17 @@ class RowParallelLinear(PackedLinear):
         self.parallel = parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.multiply(x, None).contiguous()
-        self.parallel.all_reduce(out)
-        return out if self.bias is None else out.add_(self.bias)
+        return self.complete(self.multiply(x, None).contiguous())
+
+    def complete(self, part: Tensor) -> Tensor:
+        """This rank's part [..., out_features] of the sum -> the sum with the bias, in the same place."""
+        self.parallel.all_reduce(part)
+        return part if self.bias is None else part.add_(self.bias)
+
+    @property
+    def affine(self) -> Affine | None:
+        """Without the bias, which is added to the sum."""
+        return Affine(self.product.weights) if isinstance(self.product, KernelProduct) else None
 
 
 class WideningEmbedding(nn.Module):

@@ -108,9 +108,9 @@ def attention_is_row_invariant(layer: FusedAttention) -> bool:
     slots = torch.randperm(context, generator=generator)
     rows = torch.tensor([(0, length, length, 0) for length in ATTENTION_CONTEXTS])
     query = torch.randn(len(rows), shape.heads, shape.head_dim, generator=generator)
-    together = layer.kernels.attention(query, keys, values, slots, rows, shape.scale)
+    together = layer.kernels.attention(query, keys, values, slots, rows, shape.native.scale)
     alone = [
-        layer.kernels.attention(query[i : i + 1], keys, values, slots, rows[i : i + 1], shape.scale)
+        layer.kernels.attention(query[i : i + 1], keys, values, slots, rows[i : i + 1], shape.native.scale)
         for i in range(len(rows))
     ]
     return torch.equal(together, torch.cat(alone))
