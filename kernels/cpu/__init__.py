@@ -3,7 +3,15 @@
 Row-invariant: what a row gives does not depend, by bits, on the rows beside it.
 """
 
-from outrider.kernels.cpu.native import Affine, HeadsShape, Kernels, NormWeight, PackedWeights, instruction_sets, load_kernels
+from outrider.kernels.cpu.native import (
+    Affine,
+    HeadsShape,
+    Kernels,
+    NormWeight,
+    PackedWeights,
+    instruction_sets,
+    load_kernels,
+)
 from outrider.kernels.cpu.weights import Weights, quantize_int8, round_to_bfloat16
 
 __all__ = [

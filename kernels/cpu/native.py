@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -121,8 +122,8 @@ class Kernels:
     def swiglu_layer(self, norm: NormWeight, gate_up: Affine, down: Affine) -> Any:
         """A norm and an MLP after it, which give the bits of their parts.
 
-        Its ``forward(rows, added)`` takes rows [n, hidden] and gives [n, out_features of down]; with ``added``, the rows
-        are added to what comes out.
+        Its ``forward(rows, added)`` takes rows [n, hidden] and gives [n, out_features of down]; with ``added``, the
+        rows are added to what comes out.
         """
         matrices = (self._matrix(affine.weights, affine.bias) for affine in (gate_up, down))
         return self.module.SwiGluLayer(self._norm(norm), *matrices)
@@ -131,13 +132,23 @@ class Kernels:
         """A norm and an attention layer after it, which give the bits of their parts.
 
         Its ``forward(rows, cos, sin, keys, values, slot_mapping, slots, row_table, added)`` takes rows [n, hidden] and
-        else what ``rope_and_store`` and ``attention`` do; [n, out_features of output], ``added`` as in ``swiglu_layer``.
+        else what ``rope_and_store`` and ``attention`` do; [n, out_features of output], ``added`` as in
+        ``swiglu_layer``.
         """
         native = self.module.Heads(
             heads.heads, heads.scale, heads.q_norm, heads.k_norm, heads.eps, self.instruction_set
         )
         first, second = (self._matrix(affine.weights, affine.bias) for affine in (qkv, output))
         return self.module.AttentionLayer(self._norm(norm), first, native, second)
+
+    def stack(self, blocks: Sequence[tuple[Any, Any]], norm: NormWeight) -> Any:
+        """Blocks of an attention layer and an MLP each, added to their inputs; and a norm after the last.
+
+        Its ``forward(rows, cos, sin, keys, values, slot_mapping, slots, row_table)`` takes the keys and values of each
+        layer, and else what an attention layer does; [n, hidden].
+        """
+        attention, mlps = zip(*blocks, strict=True)
+        return self.module.Stack(list(attention), list(mlps), self._norm(norm))
 
     def _norm(self, norm: NormWeight) -> Any:
         return self.module.Norm(norm.weight, norm.eps, self.instruction_set)

@@ -122,7 +122,6 @@ torch::Tensor linear(const torch::Tensor& x, const Matrix& matrix) {
   const auto product = multiplication(from, n, matrix);
   with_team(threads_for(n, {&matrix}), [&](const Member& member) {
     member.share(n, [&](int64_t begin, int64_t end) { product->take(begin, end); });
-    member.meet();
     product->run({out.data_ptr<float>(), nullptr});
   });
   return out;
@@ -204,6 +203,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "forward", &AttentionLayer::forward, release(), py::arg("rows"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
           py::arg("values"), py::arg("slot_mapping"), py::arg("slots"), py::arg("row_table"), py::arg("added"));
+  py::class_<Stack>(m, "Stack")
+      .def(py::init<std::vector<AttentionLayer>, std::vector<SwiGluLayer>, Norm>())
+      .def("forward", &Stack::forward, release());
   m.def("linear", &linear, release());
   m.def("rms_norm", &rms_norm, release());
   m.def("silu_mul", &silu_mul, release());

@@ -22,10 +22,12 @@ class Buffer {
 // takes as long as a small one. One that waits for long offers its turn: what it waits for may want the same processor.
 class MeetingPoint {
  public:
-  void meet(int64_t size) {
-    if (size == 1) return;
+  // Returns when all `size` have come here and the last of them has done `between`.
+  template <typename Work>
+  void meet(int64_t size, const Work& between) {
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      between();
       arrived_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
       return;
@@ -50,14 +52,19 @@ class Member {
  public:
   Member(MeetingPoint& point, int64_t index, int64_t size) : point_(point), index_(index), size_(size) {}
 
-  // Returns when all members have come here.
-  void meet() const { point_.meet(size_); }
+  // Once all have come here, one does the work; then all go on.
+  template <typename Work>
+  void once(const Work& work) const {
+    point_.meet(size_, work);
+  }
 
-  // work(begin, end) for this member's part of [0, count).
+  // Once all have come here, the team does work(begin, end) for all parts of [0, count); then all go on.
   template <typename Work>
   void share(int64_t count, const Work& work) const {
-    const int64_t begin = index_ * count / size_, end = (index_ + 1) * count / size_;
-    if (begin < end) work(begin, end);
+    if (count < size_) return once([&] { count > 0 ? work(0, count) : void(); });
+    once([] {});
+    work(index_ * count / size_, (index_ + 1) * count / size_);
+    once([] {});
   }
 
  private:

@@ -78,7 +78,7 @@ class AttentionStep:
         return RowTable(torch.cat([sequence.slots for sequence in self.sequences]), torch.tensor(rows))
 
     def rotation(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """cos, sin, each [1, rows, rotary] -> each [rows, rotary] float32. Made once for layers that are given the same."""
+        """cos, sin, each [1, rows, rotary] -> each [rows, rotary] float32. Made once for layers that get the same."""
         if self._rotation is None or self._rotation[0] is not position_embeddings:
             cos, sin = (part.reshape(self.num_rows, -1).float().contiguous() for part in position_embeddings)
             self._rotation = position_embeddings, (cos, sin)

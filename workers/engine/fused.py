@@ -84,6 +84,12 @@ class FusedAttention(nn.Module):
         self.output = output
         self.kernels = kernels
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Of this rank."""
+        width: int = self.qkv.out_features  # type: ignore[assignment]
+        return (width // self.shape.head_dim - self.shape.heads) // 2
+
     def forward(
         self,
         hidden_states: Tensor,  # [1, rows, hidden]
@@ -123,8 +129,8 @@ class FusedAttention(nn.Module):
 class FusedBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, without what a model's own layer does around them.
 
-    Each of the two is one call of our kernels, which gives the bits of the parts. Raises ``ConfigError`` when it is made of
-    products that are not on our kernels.
+    Each of the two is one call of our kernels, which gives the bits of the parts. Raises ``ConfigError`` when it is made
+    of products that are not on our kernels.
     """
 
     def __init__(
@@ -142,6 +148,11 @@ class FusedBlock(nn.Module):
             raise ConfigError("model: a layer's products are not on our kernels")
         self._attend = attention.kernels.attention_layer(attention_norm.native, qkv, attention.shape.native, output)
         self._swiglu = mlp.kernels.swiglu_layer(mlp_norm.native, gate_up, down)
+
+    @property
+    def native(self) -> tuple[Any, Any]:
+        """Its attention layer and its MLP, as our kernels have them."""
+        return self._attend, self._swiglu
 
     def forward(
         self,

@@ -3,8 +3,8 @@
 Nothing here knows a model by its name. A candidate has the right children and attributes; then it and its replacement
 compute the same made-up rows, and the candidate stays where they differ by more than rounding. For that test the large
 products are taken out and cheap linear maps put in their places, in both alike: what is left is what differs between
-models (the activation, the kind of rotation, norms of heads, grouping, scale). Blocks, whose parts are in place already, are
-compared with their products.
+models (the activation, the kind of rotation, norms of heads, grouping, scale). Blocks, whose parts are in place
+already, are compared with their products.
 """
 
 from __future__ import annotations
@@ -14,32 +14,28 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outrider.core.errors import ConfigError
 from outrider.kernels.cpu import HeadsShape, Kernels
-from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep, SequenceSlots, padded_context
+from outrider.workers.engine.attention import STEP_KEYWORD
 from outrider.workers.engine.fused import AttentionShape, FusedAttention, FusedBlock, FusedRMSNorm, FusedSwiGLU
 from outrider.workers.engine.linear import (
     ROW_PARALLEL,
     WHOLE_OR_COLUMN_PARALLEL,
     PackedLinear,
-    RowParallelLinear,
     replace_linear,
 )
 from outrider.workers.engine.parallel import Parallel
+from outrider.workers.engine.probe import PROBE_ROWS, PROBE_START, agree, probe_step, without_ranks
+from outrider.workers.engine.probe import generator as probe_generator
 from outrider.workers.engine.products import WeightFormat
 
 logger = logging.getLogger(__name__)
 
-# Largest difference, in parts of the largest element: some roundings of float32.
-TOLERANCE = 2e-5
-PROBE_ROWS = 3
-PROBE_START = 5  # positions that the attention's probe finds in the cache
 HEAD_MULTIPLE = 16  # of the elements of a head, which the attention kernel takes in whole vectors
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -157,20 +153,20 @@ def _fuse_norm(layer: nn.Module, kernels: Kernels) -> nn.Module | None:
     if eps is None:
         return None
     fused = FusedRMSNorm(weight, eps, kernels)
-    x = torch.randn(PROBE_ROWS, len(weight), generator=_generator())
-    return fused if _agree(lambda: layer(x), lambda: fused(x)) else None
+    x = torch.randn(PROBE_ROWS, len(weight), generator=probe_generator())
+    return fused if agree(lambda: layer(x), lambda: fused(x)) else None
 
 
 def _fuse_swiglu(
     layer: nn.Module, weight_format: WeightFormat, kernels: Kernels, parallel: Parallel
 ) -> nn.Module | None:
     parts = dict(layer.named_children())
-    generator = _generator()
+    generator = probe_generator()
     maps = {name: LinearMap.like(parts[name], generator) for name in (*GATE_UP, "down_proj")}
     x = torch.randn(PROBE_ROWS, _weight(parts["gate_proj"]).shape[1], generator=generator)
     trial = FusedSwiGLU(LinearMap.joined([maps[name] for name in GATE_UP]), maps["down_proj"], kernels)
     with _swapped(layer, maps):
-        if not _agree(lambda: layer(x), lambda: trial(x)):
+        if not agree(lambda: layer(x), lambda: trial(x)):
             return None
     gate_up = _joined([parts[name] for name in GATE_UP], weight_format)
     down = replace_linear(parts["down_proj"], parallel, weight_format, torch.device("cpu"))
@@ -184,7 +180,7 @@ def _fuse_attention(
     if shape is None or rotary is None:
         return None
     parts = dict(layer.named_children())
-    generator = _generator()
+    generator = probe_generator()
     maps = {name: LinearMap.like(parts[name], generator) for name in (*QKV, "o_proj")}
     kv_heads = len(maps["k_proj"].index) // shape.head_dim
     hidden = torch.randn(1, PROBE_ROWS, _weight(parts["q_proj"]).shape[1], generator=generator)
@@ -195,14 +191,14 @@ def _fuse_attention(
 
     def run(module: nn.Module) -> Tensor:
         """Output, keys and values, as one row of numbers."""
-        step = _probe_step(shape.layer, kv_heads, shape.head_dim)
+        step = probe_step(shape.layer, kv_heads, shape.head_dim)
         step.windows_seen = windows
         facts: dict[str, Any] = {"position_embeddings": rotary(hidden, positions), "attention_mask": None}
         out = module(hidden_states=hidden, **facts, **{STEP_KEYWORD: step})[0]
         return torch.cat([out.flatten(), step.keys[shape.layer].flatten(), step.values[shape.layer].flatten()])
 
     with _swapped(layer, maps):
-        if not _agree(lambda: run(layer), lambda: run(trial)):
+        if not agree(lambda: run(layer), lambda: run(trial)):
             return None
     qkv = _joined([parts[name] for name in QKV], weight_format)
     output = replace_linear(parts["o_proj"], parallel, weight_format, torch.device("cpu"))
@@ -217,13 +213,12 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
     shape, products = attention.shape, (attention.qkv, attention.output, mlp.gate_up, mlp.down)
     if rotary is None or any(not isinstance(product, PackedLinear) or product.affine is None for product in products):
         return None
-    width, hidden_size = (product.out_features for product in products[:2])
-    kv_heads = (width // shape.head_dim - shape.heads) // 2  # type: ignore[operator]
-    hidden = torch.randn(1, PROBE_ROWS, hidden_size, generator=_generator())  # type: ignore[arg-type]
+    kv_heads, hidden_size = attention.num_kv_heads, attention.output.out_features
+    hidden = torch.randn(1, PROBE_ROWS, hidden_size, generator=probe_generator())  # type: ignore[arg-type]
     positions = torch.arange(PROBE_START, PROBE_START + PROBE_ROWS)[None]
 
     def run(module: nn.Module) -> Tensor:
-        step = _probe_step(shape.layer, kv_heads, shape.head_dim)
+        step = probe_step(shape.layer, kv_heads, shape.head_dim)
         facts: dict[str, Any] = {"position_embeddings": rotary(hidden, positions), "attention_mask": None}
         out = module(hidden, **facts, **{STEP_KEYWORD: step})
         if not isinstance(out, Tensor):
@@ -232,8 +227,8 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
 
     for attention_norm, mlp_norm in ((first, second), (second, first)):
         block = FusedBlock(attention_norm, attention, mlp_norm, mlp)
-        with _without_ranks(products):
-            same = _agree(functools.partial(run, layer), functools.partial(run, block))
+        with without_ranks(products):
+            same = agree(functools.partial(run, layer), functools.partial(run, block))
         if same:
             # Models look at such facts of their layers, say at the kind of attention.
             for name, value in vars(layer).items():
@@ -241,20 +236,6 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
                     setattr(block, name, value)
             return block.train(layer.training)
     return None
-
-
-@contextlib.contextmanager
-def _without_ranks(products: Sequence[nn.Module]) -> Iterator[None]:
-    """Ranks must not have to meet in a probe, where one of them may have no kernels."""
-    split = [product for product in products if isinstance(product, RowParallelLinear)]
-    before = [product.parallel for product in split]
-    for product in split:
-        product.parallel = Parallel.single()
-    try:
-        yield
-    finally:
-        for product, parallel in zip(split, before, strict=True):
-            product.parallel = parallel
 
 
 def _attention_shape(layer: nn.Module) -> AttentionShape | None:
@@ -278,17 +259,6 @@ def _attention_shape(layer: nn.Module) -> AttentionShape | None:
     return AttentionShape(layer_idx, head_dim, HeadsShape(heads, scale, **norms))
 
 
-def _probe_step(layer: int, kv_heads: int, head_dim: int) -> AttentionStep:
-    """A sequence of some positions in the cache and some rows."""
-    context = padded_context(PROBE_START + PROBE_ROWS)
-    generator = _generator()
-    keys, values = (torch.randn(context, kv_heads, head_dim, generator=generator) for _ in range(2))
-    slots = torch.randperm(context, generator=generator)
-    sequence = SequenceSlots(0, PROBE_ROWS, PROBE_START, slots)
-    mapping = slots[PROBE_START : PROBE_START + PROBE_ROWS].contiguous()
-    return AttentionStep([keys] * (layer + 1), [values] * (layer + 1), mapping, [sequence], max_context=1)
-
-
 def _joined(layers: list[nn.Module], weight_format: WeightFormat) -> PackedLinear:
     """Linear layers with the same inputs as one, their outputs one after the other."""
     own = [dict(layer.named_parameters(recurse=False)) for layer in layers]
@@ -310,21 +280,3 @@ def _swapped(layer: nn.Module, children: Mapping[str, nn.Module]) -> Iterator[No
         yield
     finally:
         layer._modules.update(before)
-
-
-def _agree(original: Callable[[], Tensor], fused: Callable[[], Tensor]) -> bool:
-    """Whether the two compute the same up to rounding; one that cannot do with a probe does not."""
-    try:
-        with torch.inference_mode():
-            expected, found = original(), fused()
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ConfigError) as error:
-        logger.debug("a probe failed: %s", error)
-        return False
-    if expected.shape != found.shape:
-        return False
-    largest = float(expected.abs().max())
-    return torch.allclose(found.float(), expected.float(), rtol=TOLERANCE, atol=TOLERANCE * largest)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)

@@ -19,6 +19,7 @@ from outrider.core.errors import ConfigError
 from outrider.workers.engine import shm
 from outrider.workers.engine.activations import replace_activations
 from outrider.workers.engine.attention import IMPLEMENTATION, register_attention
+from outrider.workers.engine.fused_decoder import fuse_decoder
 from outrider.workers.engine.fusing import fuse_layers
 from outrider.workers.engine.linear import VocabParallelHead, WideningEmbedding, replace_linear
 from outrider.workers.engine.parallel import Parallel
@@ -136,6 +137,7 @@ def load_model(config: EngineConfig, vocab_size: int, parallel: Parallel, device
     _replace_layers(decoder, parallel, weight_format, device)
     if device.type == "cpu":
         replace_activations(decoder)
+        decoder = fuse_decoder(decoder)
     head = VocabParallelHead(
         weight.to(device), None if bias is None else bias.to(device), vocab_size, parallel, weight_format
     )

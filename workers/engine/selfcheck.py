@@ -101,7 +101,7 @@ def _same_alone(function: Callable[[Tensor], Tensor], size: int, counts: Sequenc
 def attention_is_row_invariant(layer: FusedAttention) -> bool:
     """Whether rows with contexts of several lengths give the same together as each alone."""
     shape = layer.shape
-    kv_heads = (layer.qkv.out_features // shape.head_dim - shape.heads) // 2  # type: ignore[operator]
+    kv_heads = layer.num_kv_heads
     context = max(ATTENTION_CONTEXTS)
     generator = torch.Generator().manual_seed(context)
     keys, values = (torch.randn(context, kv_heads, shape.head_dim, generator=generator) for _ in range(2))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A block's two calls give the bits of the layers that they join, for any number of rows and threads."""
+"""Fused blocks and decoders give the bits of what they join, for any number of rows and threads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 from outrider.kernels.cpu import load_kernels
 from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep, SequenceSlots, padded_context
+from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.fused import FusedBlock
+from outrider.workers.engine.fused_decoder import FusedDecoder
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="this machine has no compiled kernels")
 
@@ -69,3 +71,43 @@ def test_a_block_gives_the_bits_of_its_parts(
         assert torch.equal(step.keys[layer], other.keys[layer])
         assert torch.equal(step.values[layer], other.values[layer])
         assert torch.equal(hidden, kept)
+
+
+@pytest.mark.parametrize("form", SETTINGS)
+def test_a_decoder_gives_the_bits_of_its_blocks(
+    form: str, threads: int, models: dict[str, str], scenarios: ModuleType
+) -> None:
+    engine = scenarios.make_engine(models["qwen3"], **SETTINGS[form])
+    torch.set_num_threads(threads)
+    decoder = engine._decoder
+    assert isinstance(decoder, FusedDecoder)
+    tokens = [(7 * position + 1) % engine.vocab_size for position in range(90)]
+
+    def run() -> torch.Tensor:
+        parts = [(0, 1), (1, 6), (6, 70), (70, 90)]
+        return torch.cat(
+            [
+                engine.forward([SequenceRows(tokens[start:stop], start, list(range(6)), range(stop - start))])
+                for start, stop in parts
+            ]
+        )
+
+    found = run()
+    decoder._stack = None
+    assert torch.equal(found, run())
+
+
+def test_a_decoder_that_does_more_than_its_parts_say_is_kept(
+    models: dict[str, str], scenarios: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+
+    original = Qwen2Model.forward
+
+    def scaled(self: Qwen2Model, input_ids: torch.Tensor, **keywords: object) -> object:
+        embedded = 1.01 * self.embed_tokens(input_ids)
+        return original(self, inputs_embeds=embedded, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Qwen2Model, "forward", scaled)
+    engine = scenarios.make_engine(models["qwen2"], dtype="bfloat16")
+    assert type(engine._decoder) is Qwen2Model
