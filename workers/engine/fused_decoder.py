@@ -24,7 +24,7 @@ class DecoderOutput:
 
 
 class FusedDecoder(nn.Module):
-    """Embedding, blocks and a norm. On one rank the blocks are one call of our kernels, which gives the bits of each."""
+    """Embedding, blocks and a norm. On one rank the blocks are one call of our kernels: it gives the bits of each."""
 
     def __init__(
         self, embedding: WideningEmbedding, rotary: nn.Module, blocks: list[FusedBlock], norm: FusedRMSNorm
