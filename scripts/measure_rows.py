@@ -34,6 +34,7 @@ PARTS = (
     "FusedSwiGLU",
     "FusedRMSNorm",
     "FusedBlock",
+    "FusedDecoder",
     "VocabParallelHead",
 )
 REST = "the rest"

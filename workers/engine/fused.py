@@ -129,8 +129,9 @@ class FusedAttention(nn.Module):
 class FusedBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, without what a model's own layer does around them.
 
-    Each of the two is one call of our kernels, which gives the bits of the parts. Raises ``ConfigError`` when made of products
-    that are not on our kernels.
+    Each of the two is one call of our kernels, which gives the bits of the parts.
+
+    Raises ``ConfigError`` where a product is not on our kernels.
     """
 
     def __init__(

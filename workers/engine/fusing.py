@@ -213,8 +213,8 @@ def _fuse_block(layer: nn.Module, rotary: nn.Module | None) -> nn.Module | None:
     shape, products = attention.shape, (attention.qkv, attention.output, mlp.gate_up, mlp.down)
     if rotary is None or any(not isinstance(product, PackedLinear) or product.affine is None for product in products):
         return None
-    kv_heads, hidden_size = attention.num_kv_heads, attention.output.out_features
-    hidden = torch.randn(1, PROBE_ROWS, hidden_size, generator=probe_generator())  # type: ignore[arg-type]
+    kv_heads, hidden_size = attention.num_kv_heads, len(first.weight)
+    hidden = torch.randn(1, PROBE_ROWS, hidden_size, generator=probe_generator())
     positions = torch.arange(PROBE_START, PROBE_START + PROBE_ROWS)[None]
 
     def run(module: nn.Module) -> Tensor:

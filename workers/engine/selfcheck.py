@@ -104,7 +104,7 @@ def attention_is_row_invariant(layer: FusedAttention) -> bool:
     kv_heads = layer.num_kv_heads
     context = max(ATTENTION_CONTEXTS)
     generator = torch.Generator().manual_seed(context)
-    keys, values = (torch.randn(context, kv_heads, shape.head_dim, generator=generator) for _ in range(2))  # type: ignore[arg-type]
+    keys, values = (torch.randn(context, kv_heads, shape.head_dim, generator=generator) for _ in range(2))
     slots = torch.randperm(context, generator=generator)
     rows = torch.tensor([(0, length, length, 0) for length in ATTENTION_CONTEXTS])
     query = torch.randn(len(rows), shape.heads, shape.head_dim, generator=generator)
