@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from outrider.core.histogram import STEP_S, Histogram
 from outrider.router.drafts import DraftClose, DraftCommit, DraftEvent, DraftFacts, DraftOpen, EvictionReason
-from outrider.router.policy import averaged, give_up_after, num_tokens_to_ask
+from outrider.router.policy import Pace, averaged, give_up_after, num_tokens_to_ask
 from outrider.router.requests import Request
 from outrider.router.snapshots import DraftSnapshot
 
@@ -31,7 +31,7 @@ class DraftSession:
     Attributes:
         told: for each length of the text that the draft was told and may still answer, the time of telling.
         expected_since: when the draft was last asked for tokens that have not come, or None.
-        latency_s: averaged time from a commit to its proposal.
+        latency: time from a commit to its proposal, with no step running meanwhile and beside one.
         lag_tokens: averaged number of tokens committed between a proposal's base and its first possible use.
         is_prompt: whether its last proposal was not overdue; only then is it waited for.
         unmeasured_base: base of a proposal that came during a step, whose lag is known once the step is over.
@@ -43,7 +43,7 @@ class DraftSession:
     state: SessionState = SessionState.OPENING
     told: dict[int, float] = field(default_factory=dict)
     expected_since: float | None = None
-    latency_s: float | None = None
+    latency: Pace = field(default_factory=Pace)
     lag_tokens: float = 0.0
     is_prompt: bool = True
     unmeasured_base: int | None = None
@@ -55,7 +55,7 @@ class Draft:
 
     facts: DraftFacts
     sessions: dict[int, DraftSession] = field(default_factory=dict)
-    latency_s: float | None = None
+    latency: Pace = field(default_factory=Pace)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -82,7 +82,7 @@ class DraftBook:
                 draft_id=draft.facts.draft_id,
                 drafter=draft.facts.drafter,
                 num_sessions=len(draft.sessions),
-                proposal_ms=1000.0 * (draft.latency_s or 0.0),
+                proposal_ms=1000.0 * (draft.latency.slowest_s or 0.0),
                 num_draft_tokens=draft.num_draft_tokens,
                 num_accepted_tokens=draft.num_accepted_tokens,
             )
@@ -131,7 +131,7 @@ class DraftBook:
                 self._open(request, min(able, key=lambda draft: len(draft.sessions)))
 
     def _open(self, request: Request, draft: Draft) -> None:
-        session = DraftSession(self._next_session_id, draft.facts.draft_id, request, latency_s=draft.latency_s)
+        session = DraftSession(self._next_session_id, draft.facts.draft_id, request, latency=draft.latency)
         self._next_session_id += 1
         draft.sessions[session.session_id] = session
         request.session = session
@@ -202,8 +202,15 @@ class DraftBook:
         request.draft_retry_at = now + min(FIRST_RETRY_S * 2**request.num_lost_sessions, LONGEST_RETRY_S)
         request.num_lost_sessions += 1
 
-    def arrived(self, session: DraftSession, base_len: int, in_flight: bool, now: float) -> None:
-        """Learn from the arrival of a proposal how long the draft takes and how late it comes."""
+    def arrived(
+        self, session: DraftSession, base_len: int, in_flight: bool, now: float, last_step: float = 0.0
+    ) -> None:
+        """Learn from the arrival of a proposal how long the draft takes and how late it comes.
+
+        Args:
+            in_flight: whether a step runs that may write for the request.
+            last_step: until when a step of whatever requests ran: ``now`` where one runs.
+        """
         told_at = session.told.get(base_len)
         session.told = {length: at for length, at in session.told.items() if length > base_len}
         if session.state is SessionState.OPENING:  # it had a prefix to catch up with: not what to expect from now on
@@ -211,8 +218,9 @@ class DraftBook:
         elif told_at is not None:
             draft, latency_s = self.drafts[session.draft_id], now - told_at
             self.proposal_time.observe(latency_s)
-            session.latency_s = averaged(session.latency_s, latency_s)
-            draft.latency_s = averaged(draft.latency_s, latency_s)
+            beside = last_step > told_at
+            session.latency = session.latency.took(latency_s, beside=beside)
+            draft.latency = draft.latency.took(latency_s, beside=beside)
         if not session.told:
             session.expected_since = None
         session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)
@@ -226,18 +234,24 @@ class DraftBook:
         if session.is_prompt and self._is_overdue(session, now):
             session.is_prompt = False
 
-    def predicted(self, session: DraftSession) -> tuple[float, float] | None:
+    def predicted(self, session: DraftSession) -> tuple[float, Pace] | None:
         """Since when and for how long a proposal of this session is predicted to take; None: do not wait for it."""
         if session.state is not SessionState.DRAFTING or not session.is_prompt:
             return None
-        if session.expected_since is None or session.latency_s is None:
+        if session.expected_since is None or session.latency.slowest_s is None:
             return None
-        return session.expected_since, session.latency_s
+        return session.expected_since, session.latency
+
+    @property
+    def is_any_at_work(self) -> bool:
+        """Whether a proposal has been asked for that has not come."""
+        return any(s.expected_since is not None for draft in self.drafts.values() for s in draft.sessions.values())
 
     def _is_overdue(self, session: DraftSession, now: float) -> bool:
-        if session.expected_since is None or session.latency_s is None:
+        slowest_s = session.latency.slowest_s
+        if session.expected_since is None or slowest_s is None:
             return False
-        return now - session.expected_since >= give_up_after(session.latency_s)
+        return now - session.expected_since >= give_up_after(slowest_s)
 
     @staticmethod
     def _num_tokens(session: DraftSession, facts: DraftFacts) -> int:

@@ -21,12 +21,14 @@ class Step:
         plan: with absolute positions from the moment when the step before it is known.
         rows: what each of its sequences runs, by their id.
         started: when it could begin: when it was planned, or when the step before it was over.
+        beside_drafts: whether drafts were at work when it was planned.
         dropped: sequences that do not run, since the step before left them with an error.
     """
 
     plan: StepPlan
     rows: dict[int, Rows]
     started: float
+    beside_drafts: bool = False
     dropped: frozenset[int] = frozenset()
 
     def carries(self, request: Request) -> bool:
@@ -55,8 +57,8 @@ class Flight:
         """Requests that take part, those that have ended among them."""
         return list(dict.fromkeys(part.request for step in self._steps for part in step.rows.values()))
 
-    def add(self, plan: StepPlan, rows: list[Rows], now: float) -> None:
-        self._steps.append(Step(plan, {part.plan.seq_id: part for part in rows}, now))
+    def add(self, plan: StepPlan, rows: list[Rows], now: float, *, beside_drafts: bool) -> None:
+        self._steps.append(Step(plan, {part.plan.seq_id: part for part in rows}, now, beside_drafts))
 
     def clear(self) -> None:
         self._steps = []
@@ -88,4 +90,4 @@ def _settled(later: Step, step: Step, result: StepResult, now: float) -> Step:
     plan = resolve(later.plan, step.plan, result.sequences)
     plans = {sequence.seq_id: sequence for sequence in plan.sequences}
     rows = {i: replace(part, plan=plans[i]) if i in plans else part for i, part in later.rows.items()}
-    return Step(plan, rows, now, frozenset(undecided(later.plan, plan)))
+    return Step(plan, rows, now, later.beside_drafts, frozenset(undecided(later.plan, plan)))

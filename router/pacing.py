@@ -11,6 +11,8 @@ from outrider.router.hearing import acceptance, settled
 from outrider.router.policy import (
     HOLD_FRACTION,
     Arrival,
+    Pace,
+    StepTimes,
     averaged,
     choose_hold,
     expected_tokens,
@@ -35,20 +37,23 @@ class Pacer:
 
     Attributes:
         step_s: averaged time of a step without prompt chunks; None before the first.
+        pace: the same, with no draft at work and beside some.
         ready_since: since when the next step could have started.
     """
 
     def __init__(self) -> None:
         self.step_s: float | None = None
+        self.pace = Pace()
         self.ready_since = 0.0
         self._costs = StepCosts()
 
-    def step_took(self, parts: Collection[Rows], seconds: float) -> None:
+    def step_took(self, parts: Collection[Rows], seconds: float, *, beside_drafts: bool) -> None:
         """Learn from a step that ran."""
         if not parts:
             return
         if all(len(part.plan.verified_rows) == len(part.plan.tokens) for part in parts):
             self.step_s = averaged(self.step_s, seconds)
+            self.pace = self.pace.took(seconds, beside=beside_drafts)
         num_rows, has_prompt = sum(len(part.plan.tokens) for part in parts), any(p.num_text_rows > 1 for p in parts)
         self._costs = observed(self._costs, num_rows, seconds, has_prompt=has_prompt)
 
@@ -73,7 +78,8 @@ class Pacer:
         If everyone who could run would rather wait, as long as that pays; else for a small part of a step at most, so
         that nobody waits for a slow draft of somebody else. ``others`` requests could join the step.
         """
-        if self.step_s is None:
+        step = self._step_times()
+        if step is None:
             return None
         ready_tokens, arrivals, latest = float(others), [], []
         for request in running:
@@ -85,10 +91,11 @@ class Pacer:
                 continue
             predicted = self._predicted(request, drafts, now)
             if predicted is not None:
-                since, latency_s = predicted
+                since, latency = predicted
+                latency_s = latency.hoped_alone_s or 0.0  # nothing runs while the step is held back
                 eta_s = remaining_eta(now - since, latency_s)
                 late = late_match(request)
-                if should_wait(eta_s, self.step_s, k, hoped, late):
+                if should_wait(eta_s, step, k, hoped, late):
                     without = tokens_without_waiting(k, hoped, late)
                     arrivals.append(Arrival(eta_s, expected_tokens(k, hoped), without))
                     latest.append(since + give_up_after(latency_s))
@@ -98,29 +105,38 @@ class Pacer:
             return None
         limit = min(latest)
         if ready_tokens > 0.0:
-            limit = min(limit, self.ready_since + HOLD_FRACTION * self.step_s)
-        return limit if choose_hold(ready_tokens, arrivals, self.step_s, limit - now) > 0.0 else None
+            limit = min(limit, self.ready_since + HOLD_FRACTION * step.alone_s)
+        return limit if choose_hold(ready_tokens, arrivals, step, limit - now) > 0.0 else None
 
     def sitting_out(self, running: Iterable[Request], drafts: DraftBook, now: float) -> list[Request]:
         """Requests that had better stay out of the step that starts now, as long as others run it.
 
         None stays out of two steps in a row: a prediction that fails costs one token.
         """
-        if self.step_s is None:
+        step = self._step_times()
+        if step is None:
             return []
         resting = []
         for request in running:
             predicted = None if request.sat_out or settled(request) else self._predicted(request, drafts, now)
             if predicted is not None:
-                since, latency_s = predicted
+                since, latency = predicted
                 k, hoped = request.num_useful_proposals, request.throttle.acceptance
-                eta_s = remaining_eta(now - since, latency_s)
-                if should_sit_out(eta_s, self.step_s, k, hoped, late_match(request)):
+                eta_s = remaining_eta(now - since, latency.slowest_s or 0.0)
+                if should_sit_out(eta_s, step.beside_s, k, hoped, late_match(request)):
                     resting.append(request)
         return resting
 
+    def _step_times(self) -> StepTimes | None:
+        """None before the first step. Where steps were seen in one state only, the other is taken to be like it."""
+        alone_s, beside_s = self.pace.alone_s, self.pace.beside_s
+        known = beside_s if alone_s is None else alone_s
+        if known is None:
+            return None
+        return StepTimes(known if alone_s is None else alone_s, known if beside_s is None else beside_s)
+
     @staticmethod
-    def _predicted(request: Request, drafts: DraftBook, now: float) -> tuple[float, float] | None:
+    def _predicted(request: Request, drafts: DraftBook, now: float) -> tuple[float, Pace] | None:
         """Since when and for how long a proposal is predicted to take, where it could be of use."""
         if request.session is None or request.num_missing > 1 or request.num_useful_proposals == 0:
             return None

@@ -18,6 +18,10 @@ longer than a step and nobody sits out a step that others run, because ``E > 2 +
 ``E > (2 - acceptance) / (1 - acceptance)``, more than E's limit of ``1 / (1 - acceptance)``. Under rejection the target
 draws independently of the draft, a late proposal fits by chance only (counted as never), and both can pay:
 ``should_sit_out``. While no step runs, ``choose_hold`` weighs a delayed start of the next step for all.
+
+Drafts may share processors with the target. Then a step beside a draft at work takes longer than one alone, and so does
+a proposal beside a step: who judges by what happens while nobody waits sees both at their slowest, and never finds out
+that waiting pays. So both are known in two states, ``Pace``, and waiting is weighed by what holds while one waits.
 """
 
 from __future__ import annotations
@@ -37,11 +41,45 @@ MEMORY_ROUNDS = 64  # rounds after which an outcome has lost most of its weight
 FIRST_PAUSE = 32  # rounds without speculation before it is tried again
 LONGEST_PAUSE = 512
 KEPT_EVIDENCE = 0.75  # weight that outcomes keep over a pause
+HOPED_ALONE = 0.5  # of the time that something takes beside others, where it has not been seen alone
 
 
 def averaged(average: float | None, value: float) -> float:
     """Exponential average; the first value counts in full."""
     return value if average is None else average + SMOOTHING * (value - average)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long something takes, alone and beside what may share its processors: a proposal and steps, a step and drafts.
+
+    Attributes:
+        alone_s, beside_s: averages; None where it was not seen so.
+        num_beside: how often it was seen beside others since it was last alone.
+    """
+
+    alone_s: float | None = None
+    beside_s: float | None = None
+    num_beside: int = 0
+
+    def took(self, seconds: float, *, beside: bool) -> Pace:
+        if not beside:
+            return Pace(averaged(self.alone_s, seconds), self.beside_s)
+        num_beside = self.num_beside + 1
+        # What is long past is to be tried again.
+        alone_s = self.alone_s if num_beside < MEMORY_ROUNDS else None
+        return Pace(alone_s, averaged(self.beside_s, seconds), num_beside)
+
+    @property
+    def hoped_alone_s(self) -> float | None:
+        """Where that was not seen, a hope: two that share processors take at most twice as long side by side."""
+        if self.alone_s is not None or self.beside_s is None:
+            return self.alone_s
+        return HOPED_ALONE * self.beside_s
+
+    @property
+    def slowest_s(self) -> float | None:
+        return max((seconds for seconds in (self.alone_s, self.beside_s) if seconds is not None), default=None)
 
 
 def num_tokens_to_ask(k: int, lag_tokens: float, maximum: int) -> int:
@@ -64,10 +102,18 @@ def tokens_without_waiting(k: int, acceptance: float, late_match: float) -> floa
     return 1.0 + late_match * (expected_tokens(k, acceptance) - 1.0) / 2.0
 
 
-def should_wait(eta_s: float, step_s: float, k: int, acceptance: float, late_match: float) -> bool:
+@dataclass(frozen=True)
+class StepTimes:
+    """How long a step takes that starts while no draft works, and one that starts beside drafts at work."""
+
+    alone_s: float
+    beside_s: float
+
+
+def should_wait(eta_s: float, step: StepTimes, k: int, acceptance: float, late_match: float) -> bool:
     """Whether waiting ``eta_s`` for a proposal gives more tokens per second than a step without it now."""
     without = tokens_without_waiting(k, acceptance, late_match)
-    return expected_tokens(k, acceptance) * step_s > without * (eta_s + step_s)
+    return expected_tokens(k, acceptance) * step.beside_s > without * (eta_s + step.alone_s)
 
 
 def should_sit_out(eta_s: float, step_s: float, k: int, acceptance: float, late_match: float) -> bool:
@@ -95,15 +141,17 @@ class Arrival:
     tokens_without: float
 
 
-def choose_hold(ready_tokens: float, arrivals: Sequence[Arrival], step_s: float, longest_s: float) -> float:
+def choose_hold(ready_tokens: float, arrivals: Sequence[Arrival], step: StepTimes, longest_s: float) -> float:
     """How long to hold back the next step so that it makes the most tokens per second; 0 means: start now.
 
-    ``ready_tokens`` are expected of the requests that wait for nothing; the hold is at most ``longest_s``.
+    ``ready_tokens`` are expected of the requests that wait for nothing; the hold is at most ``longest_s``. A step that
+    starts when all that is predicted has come runs alone.
     """
-    best_hold, best_rate = 0.0, (ready_tokens + sum(arrival.tokens_without for arrival in arrivals)) / step_s
+    best_hold, best_rate = 0.0, (ready_tokens + sum(arrival.tokens_without for arrival in arrivals)) / step.beside_s
+    last = max((arrival.eta_s for arrival in arrivals), default=0.0)
     for hold in sorted({arrival.eta_s for arrival in arrivals if arrival.eta_s <= longest_s}):
         tokens = ready_tokens + sum(a.tokens_with if a.eta_s <= hold else a.tokens_without for a in arrivals)
-        rate = tokens / (hold + step_s)
+        rate = tokens / (hold + (step.alone_s if hold >= last else step.beside_s))
         if rate > best_rate:
             best_hold, best_rate = hold, rate
     return best_hold

@@ -144,7 +144,7 @@ class Scheduler:
             after_step=before.plan.step if before is not None else None,
             traces=step_traces(rows, before),
         )
-        self._flight.add(plan, rows, now)
+        self._flight.add(plan, rows, now, beside_drafts=self._drafts.is_any_at_work)
         for part in rows:
             self.counts.began(part.request, now)
         self._drafts.assign(self._batcher.running, now)
@@ -176,7 +176,7 @@ class Scheduler:
         if step is None:
             return []
         self._pacer.ready_since = now
-        self._pacer.step_took(step.rows.values(), now - step.started)
+        self._pacer.step_took(step.rows.values(), now - step.started, beside_drafts=step.beside_drafts)
         committed = []
         for outcome in result.sequences:
             part = step.rows[outcome.seq_id]
@@ -270,7 +270,9 @@ class Scheduler:
 
     def _offer(self, request: Request, proposal: Proposal, draft_id: str, now: float) -> str | None:
         if request.session is not None and request.session.draft_id == draft_id:
-            self._drafts.arrived(request.session, proposal.base_len, self._flight.carries(request), now)
+            last_step = now if len(self._flight) else self._pacer.ready_since
+            carried = self._flight.carries(request)
+            self._drafts.arrived(request.session, proposal.base_len, carried, now, last_step)
         proposal = sound_part(proposal, self.info.vocab_size)
         reason = refusal(proposal, request.text, self.info.vocab_size)
         if reason is None and (request.num_speculative_tokens == 0 or not request.throttle.is_on):

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from outrider.router.policy import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
+    MEMORY_ROUNDS,
     SPECULATION_COST,
     Arrival,
+    Pace,
+    StepTimes,
     Throttle,
     acceptance_bound,
     after_plain_round,
@@ -47,39 +50,75 @@ def test_expected_tokens_is_the_closed_form_of_the_paper() -> None:
     assert expected_tokens(4, 1.0) == 5.0
 
 
-@given(st.floats(0.0, 1.0), st.integers(0, 16), st.floats(1e-4, 10.0), st.floats(1.0, 100.0))
-def test_nobody_waits_longer_than_a_step(acceptance: float, k: int, step_s: float, factor: float) -> None:
+APART = StepTimes(1.0, 1.0)  # drafts and target on processors of their own
+
+
+@given(st.floats(0.0, 1.0), st.integers(0, 16), st.floats(1e-4, 10.0), st.floats(1.0, 3.0), st.floats(1.0, 100.0))
+def test_nobody_waits_longer_than_a_step(
+    acceptance: float, k: int, step_s: float, slowdown: float, factor: float
+) -> None:
     # At an acceptance of 1 a proposal is worth any number of steps; otherwise one late step is never worse.
     if acceptance < 1.0:
-        assert not should_wait(factor * step_s, step_s, k, acceptance, acceptance)
+        step = StepTimes(step_s, slowdown * step_s)
+        longest_s = 2.0 * step.beside_s - step.alone_s  # with it, two steps take no longer than two beside drafts
+        assert not should_wait(factor * longest_s, step, k, acceptance, acceptance)
         assert not should_sit_out(step_s / factor, step_s, k, acceptance, acceptance)
 
 
 def test_waiting_pays_for_a_good_draft_and_not_for_a_bad_one() -> None:
-    assert should_wait(0.1, 1.0, 4, 0.8, 0.8)
-    assert not should_wait(0.1, 1.0, 4, 0.05, 0.05)
-    assert not should_wait(0.1, 1.0, 0, 0.8, 0.8)
+    assert should_wait(0.1, APART, 4, 0.8, 0.8)
+    assert not should_wait(0.1, APART, 4, 0.05, 0.05)
+    assert not should_wait(0.1, APART, 0, 0.8, 0.8)
     assert tokens_without_waiting(0, 0.8, 0.8) == 1.0
+
+
+def test_waiting_pays_more_where_a_step_beside_a_draft_takes_longer() -> None:
+    """E = 3.36 tokens with the proposal, 1.94 without."""
+    assert not should_wait(0.75, APART, 4, 0.8, 0.8)
+    assert should_wait(0.75, StepTimes(1.0, 1.3), 4, 0.8, 0.8)
+    assert should_wait(1.24, StepTimes(1.0, 1.3), 4, 0.8, 0.8)
+    assert not should_wait(1.26, StepTimes(1.0, 1.3), 4, 0.8, 0.8)
+
+
+def test_a_pace_hopes_where_it_does_not_know_and_forgets_what_is_long_past() -> None:
+    assert Pace().hoped_alone_s is None
+    assert Pace().slowest_s is None
+    pace = Pace().took(0.2, beside=True)
+    assert pace.hoped_alone_s == 0.1
+    assert pace.slowest_s == 0.2
+    pace = pace.took(0.15, beside=False)
+    assert pace == Pace(0.15, 0.2)
+    assert pace.hoped_alone_s == 0.15
+    for _ in range(MEMORY_ROUNDS - 1):
+        pace = pace.took(0.2, beside=True)
+    assert pace.hoped_alone_s == 0.15
+    assert pace.took(0.2, beside=True).hoped_alone_s == pytest.approx(0.1)
 
 
 def test_where_late_proposals_never_fit_waiting_pays_for_longer() -> None:
     """E = 3.36 tokens with the proposal, 1 without: worth up to 2.36 steps alone, and one step that others run."""
     assert expected_tokens(4, 0.8) == pytest.approx(3.3616)
-    assert should_wait(2.3, 1.0, 4, 0.8, 0.0)
-    assert not should_wait(2.4, 1.0, 4, 0.8, 0.0)
+    assert should_wait(2.3, APART, 4, 0.8, 0.0)
+    assert not should_wait(2.4, APART, 4, 0.8, 0.0)
     assert should_sit_out(1.0, 1.0, 4, 0.8, 0.0)
     assert not should_sit_out(1.1, 1.0, 4, 0.8, 0.0)  # it would miss the next step as well
     assert not should_sit_out(0.5, 1.0, 4, 0.5, 0.0)  # E = 1.94: two plain steps make more
 
 
-def brute_force_hold(ready: float, arrivals: list[Arrival], step_s: float, longest_s: float) -> float:
+def time_of(hold: float, arrivals: list[Arrival], step: StepTimes) -> float:
+    """Of a hold and the step after it, which runs beside drafts unless all have been waited for."""
+    alone = hold > 0.0 and all(arrival.eta_s <= hold for arrival in arrivals)
+    return hold + (step.alone_s if alone else step.beside_s)
+
+
+def brute_force_hold(ready: float, arrivals: list[Arrival], step: StepTimes, longest_s: float) -> float:
     candidates = [0.0, *(a.eta_s for a in arrivals if a.eta_s <= longest_s)]
 
     def rate(hold: float) -> float:
         tokens = ready
         for arrival in arrivals:
             tokens += arrival.tokens_with if 0 < hold >= arrival.eta_s else arrival.tokens_without
-        return tokens / (hold + step_s)
+        return tokens / time_of(hold, arrivals, step)
 
     return max(rate(hold) for hold in candidates)
 
@@ -87,14 +126,15 @@ def brute_force_hold(ready: float, arrivals: list[Arrival], step_s: float, longe
 @given(
     st.floats(0.0, 20.0),
     st.lists(st.builds(Arrival, st.floats(0.01, 2.0), st.floats(1.0, 5.0), st.just(1.0)), max_size=6),
-    st.floats(0.05, 2.0),
+    st.builds(StepTimes, st.floats(0.05, 2.0), st.floats(0.05, 2.0)),
     st.floats(0.0, 2.0),
 )
-def test_the_hold_makes_the_most_tokens_per_second(ready, arrivals, step_s, longest_s) -> None:
-    hold = choose_hold(ready, arrivals, step_s, longest_s)
+def test_the_hold_makes_the_most_tokens_per_second(ready, arrivals, step, longest_s) -> None:
+    hold = choose_hold(ready, arrivals, step, longest_s)
     assert 0.0 <= hold <= longest_s
     tokens = ready + sum(a.tokens_with if 0 < hold >= a.eta_s else a.tokens_without for a in arrivals)
-    assert tokens / (hold + step_s) == pytest.approx(brute_force_hold(ready, arrivals, step_s, longest_s))
+    rate = tokens / time_of(hold, arrivals, step)
+    assert rate == pytest.approx(brute_force_hold(ready, arrivals, step, longest_s))
 
 
 def test_an_overdue_proposal_is_predicted_soon_and_given_up_later() -> None:
