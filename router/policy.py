@@ -51,7 +51,7 @@ def averaged(average: float | None, value: float) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long something takes, alone and beside what may share its processors: a proposal and steps, a step and drafts.
+    """How long something takes alone and beside what may share its processors: a proposal and steps, a step and drafts.
 
     Attributes:
         alone_s, beside_s: averages; None where it was not seen so.
