@@ -34,6 +34,7 @@ class DraftSession:
         latency: time from a commit to its proposal, with no step running meanwhile and beside one.
         lag_tokens: averaged number of tokens committed between a proposal's base and its first possible use.
         is_prompt: whether its last proposal was not overdue; only then is it waited for.
+        is_waited_for: whether the step after its last commit was to wait for its proposal.
         unmeasured_base: base of a proposal that came during a step, whose lag is known once the step is over.
     """
 
@@ -46,6 +47,7 @@ class DraftSession:
     latency: Pace = field(default_factory=Pace)
     lag_tokens: float = 0.0
     is_prompt: bool = True
+    is_waited_for: bool = False
     unmeasured_base: int | None = None
 
 
@@ -144,13 +146,25 @@ class DraftBook:
                 tokens=tuple(request.text.tokens),
                 prefix_hash=request.text.hashes[-1],
                 sampling=request.new.sampling,
-                num_tokens=self._num_tokens(session, draft.facts),
+                num_tokens=self._num_tokens(session, draft.facts, session.lag_tokens),
                 traceparent=request.trace.traceparent if request.trace is not None else "",
             )
         )
 
-    def commit(self, request: Request, base_len: int, proposal_id: int, num_accepted: int, now: float) -> None:
-        """Tell the request's draft, if any, that the text continues from ``base_len`` as it now does."""
+    def commit(
+        self,
+        request: Request,
+        base_len: int,
+        proposal_id: int,
+        num_accepted: int,
+        now: float,
+        *,
+        is_waited_for: bool = False,
+    ) -> None:
+        """Tell the request's draft, if any, that the text continues from ``base_len`` as it now does.
+
+        ``is_waited_for``: nothing will be committed before its proposal comes.
+        """
         session = request.session
         if session is None:
             return
@@ -162,7 +176,8 @@ class DraftBook:
         if session.unmeasured_base is not None:
             _measure_lag(session, session.unmeasured_base)
             session.unmeasured_base = None
-        num_tokens = self._num_tokens(session, facts)
+        num_tokens = self._num_tokens(session, facts, 0.0 if is_waited_for else session.lag_tokens)
+        session.is_waited_for = is_waited_for
         session.expected_since = now if num_tokens else None
         if num_tokens:
             session.told[len(request.text)] = now
@@ -219,8 +234,9 @@ class DraftBook:
             draft, latency_s = self.drafts[session.draft_id], now - told_at
             self.proposal_time.observe(latency_s)
             beside = last_step > told_at
-            session.latency = session.latency.took(latency_s, beside=beside)
-            draft.latency = draft.latency.took(latency_s, beside=beside)
+            in_vain = beside and session.is_waited_for
+            session.latency = session.latency.took(latency_s, beside=beside, in_vain=in_vain)
+            draft.latency = draft.latency.took(latency_s, beside=beside, in_vain=in_vain)
         if not session.told:
             session.expected_since = None
         session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)
@@ -254,11 +270,11 @@ class DraftBook:
         return now - session.expected_since >= give_up_after(slowest_s)
 
     @staticmethod
-    def _num_tokens(session: DraftSession, facts: DraftFacts) -> int:
+    def _num_tokens(session: DraftSession, facts: DraftFacts, lag_tokens: float) -> int:
         request = session.request
         if not request.throttle.is_on:
             return 0
-        wanted = num_tokens_to_ask(request.num_speculative_tokens, session.lag_tokens, facts.max_num_tokens)
+        wanted = num_tokens_to_ask(request.num_speculative_tokens, lag_tokens, facts.max_num_tokens)
         length = len(request.text)
         return max(0, min(wanted, request.end_len - length - 1, facts.max_model_len - length))
 

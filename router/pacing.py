@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from outrider.core.sampling import Verifier
-from outrider.router.draft_book import DraftBook
+from outrider.router.draft_book import DraftBook, SessionState
 from outrider.router.hearing import acceptance, settled
 from outrider.router.policy import (
     HOLD_FRACTION,
@@ -20,6 +20,7 @@ from outrider.router.policy import (
     remaining_eta,
     should_sit_out,
     should_wait,
+    steps_late,
     tokens_without_waiting,
 )
 from outrider.router.requests import Request
@@ -30,6 +31,11 @@ from outrider.router.step_rows import Rows
 def late_match(request: Request) -> float:
     """The chance that a proposal which comes one token late began with that very token (``policy.py``)."""
     return 0.0 if request.new.sampling.verifier is Verifier.REJECTION else request.throttle.acceptance
+
+
+def _steps_late(latency: Pace, step: StepTimes) -> int:
+    beside_s = latency.alone_s if latency.beside_s is None else latency.beside_s
+    return steps_late(beside_s or 0.0, step.beside_s)
 
 
 class Pacer:
@@ -94,9 +100,9 @@ class Pacer:
                 since, latency = predicted
                 latency_s = latency.hoped_alone_s or 0.0  # nothing runs while the step is held back
                 eta_s = remaining_eta(now - since, latency_s)
-                late = late_match(request)
-                if should_wait(eta_s, step, k, hoped, late):
-                    without = tokens_without_waiting(k, hoped, late)
+                late, num_late = late_match(request), _steps_late(latency, step)
+                if should_wait(eta_s, step, k, hoped, late, num_late):
+                    without = tokens_without_waiting(k, hoped, late, num_late)
                     arrivals.append(Arrival(eta_s, expected_tokens(k, hoped), without))
                     latest.append(since + give_up_after(latency_s))
                     continue
@@ -127,13 +133,28 @@ class Pacer:
                     resting.append(request)
         return resting
 
+    def will_wait(self, running: Collection[Request]) -> bool:
+        """Whether all would wait for what is asked of their drafts next: nothing is committed meanwhile then."""
+        step = self._step_times()
+        return step is not None and bool(running) and all(self._would_wait(request, step) for request in running)
+
+    @staticmethod
+    def _would_wait(request: Request, step: StepTimes) -> bool:
+        session = request.session
+        if session is None or session.state is not SessionState.DRAFTING or not session.is_prompt:
+            return False
+        latency_s = session.latency.hoped_alone_s
+        if latency_s is None:
+            return False
+        k, hoped = request.num_useful_proposals, request.throttle.acceptance
+        return should_wait(latency_s, step, k, hoped, late_match(request), _steps_late(session.latency, step))
+
     def _step_times(self) -> StepTimes | None:
-        """None before the first step. Where steps were seen in one state only, the other is taken to be like it."""
-        alone_s, beside_s = self.pace.alone_s, self.pace.beside_s
-        known = beside_s if alone_s is None else alone_s
-        if known is None:
+        """None before the first step."""
+        alone_s, beside_s = self.pace.hoped_alone_s, self.pace.beside_s
+        if alone_s is None:
             return None
-        return StepTimes(known if alone_s is None else alone_s, known if beside_s is None else beside_s)
+        return StepTimes(alone_s, alone_s if beside_s is None else beside_s)
 
     @staticmethod
     def _predicted(request: Request, drafts: DraftBook, now: float) -> tuple[float, Pace] | None:

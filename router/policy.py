@@ -10,14 +10,15 @@ lengths and on time, never on what was drawn (docs/exactness.md).
 What waiting is weighed against: a proposal asked for with ``num_tokens_to_ask`` is still useful when it comes one step
 late, if it began with the token that was committed meanwhile; ``late_match`` is the chance of that. A request that goes
 on without its proposal makes one token, and in the step after what the rest of the proposal is worth: over two steps
-``2 + late_match * (E - 1)`` tokens with ``E = expected_tokens(k, acceptance)``, which is ``tokens_without_waiting`` a
-step.
+``2 + late_match * (E - 1)`` tokens with ``E = expected_tokens(k, acceptance)``; where proposals come ``n`` steps late,
+over ``n + 1`` steps ``n + 1 + late_match^n * (E - 1)``. That is ``tokens_without_waiting`` a step.
 
-Greedy and coupled targets draw with the draft's own noise, so their ``late_match`` is the acceptance. Then nobody waits
-longer than a step and nobody sits out a step that others run, because ``E > 2 + acceptance * (E - 1)`` would need
-``E > (2 - acceptance) / (1 - acceptance)``, more than E's limit of ``1 / (1 - acceptance)``. Under rejection the target
-draws independently of the draft, a late proposal fits by chance only (counted as never), and both can pay:
-``should_sit_out``. While no step runs, ``choose_hold`` weighs a delayed start of the next step for all.
+Greedy and coupled targets draw with the draft's own noise, so their ``late_match`` is the acceptance. Then nobody whose
+proposals come one step late waits longer than a step or sits out a step that others run, because
+``E > 2 + acceptance * (E - 1)`` would need ``E > (2 - acceptance) / (1 - acceptance)``, more than E's limit of
+``1 / (1 - acceptance)``. Under rejection the target draws independently of the draft, a late proposal fits by chance
+only (counted as never), and both can pay: ``should_sit_out``. While no step runs, ``choose_hold`` weighs a delayed start
+of the next step for all.
 
 Drafts may share processors with the target. Then a step beside a draft at work takes longer than one alone, and so does
 a proposal beside a step: who judges by what happens while nobody waits sees both at their slowest, and never finds out
@@ -62,12 +63,13 @@ class Pace:
     beside_s: float | None = None
     num_beside: int = 0
 
-    def took(self, seconds: float, *, beside: bool) -> Pace:
+    def took(self, seconds: float, *, beside: bool, in_vain: bool = False) -> Pace:
+        """``in_vain``: it was waited for and did not come in time, so it is taken to be no faster alone."""
         if not beside:
             return Pace(averaged(self.alone_s, seconds), self.beside_s)
         num_beside = self.num_beside + 1
         # What is long past is to be tried again.
-        alone_s = self.alone_s if num_beside < MEMORY_ROUNDS else None
+        alone_s = seconds if in_vain else self.alone_s if num_beside < MEMORY_ROUNDS else None
         return Pace(alone_s, averaged(self.beside_s, seconds), num_beside)
 
     @property
@@ -97,9 +99,14 @@ def expected_tokens(k: int, acceptance: float) -> float:
     return 1.0 + sum(acceptance**i for i in range(1, k + 1))
 
 
-def tokens_without_waiting(k: int, acceptance: float, late_match: float) -> float:
-    """Mean tokens of a step of a request that does not wait for its proposal and uses it one step late."""
-    return 1.0 + late_match * (expected_tokens(k, acceptance) - 1.0) / 2.0
+def steps_late(latency_s: float, step_s: float) -> int:
+    """Steps that begin before a proposal comes that nobody waits for."""
+    return max(1, math.ceil(latency_s / step_s)) if step_s > 0.0 else 1
+
+
+def tokens_without_waiting(k: int, acceptance: float, late_match: float, num_late: int = 1) -> float:
+    """Mean tokens of a step of a request that does not wait for its proposals and uses them so many steps late."""
+    return 1.0 + late_match**num_late * (expected_tokens(k, acceptance) - 1.0) / (num_late + 1.0)
 
 
 @dataclass(frozen=True)
@@ -110,9 +117,12 @@ class StepTimes:
     beside_s: float
 
 
-def should_wait(eta_s: float, step: StepTimes, k: int, acceptance: float, late_match: float) -> bool:
-    """Whether waiting ``eta_s`` for a proposal gives more tokens per second than a step without it now."""
-    without = tokens_without_waiting(k, acceptance, late_match)
+def should_wait(eta_s: float, step: StepTimes, k: int, acceptance: float, late_match: float, num_late: int = 1) -> bool:
+    """Whether waiting ``eta_s`` for a proposal gives more tokens per second than a step without it now.
+
+    ``num_late``: steps by which proposals are late that nobody waits for.
+    """
+    without = tokens_without_waiting(k, acceptance, late_match, num_late)
     return expected_tokens(k, acceptance) * step.beside_s > without * (eta_s + step.alone_s)
 
 

@@ -177,6 +177,7 @@ class Scheduler:
             return []
         self._pacer.ready_since = now
         self._pacer.step_took(step.rows.values(), now - step.started, beside_drafts=step.beside_drafts)
+        waits = self._pacer.will_wait(self._batcher.running)
         committed = []
         for outcome in result.sequences:
             part = step.rows[outcome.seq_id]
@@ -192,7 +193,7 @@ class Scheduler:
                 request.num_scored += len(outcome.prompt_logprobs)
                 request.unreported.extend(outcome.prompt_logprobs)
                 if outcome.committed:
-                    committed.append(self._commit(part, outcome, now))
+                    committed.append(self._commit(part, outcome, now, waits))
                 else:
                     # A sequence that was not ready runs its last row again: to decide, not to compute.
                     again = 1 if outcome.error is SequenceError.NOT_READY else 0
@@ -340,7 +341,7 @@ class Scheduler:
             rows, fair_slowdown(slowdown, entering, decoding)
         )
 
-    def _commit(self, part: Rows, outcome: SequenceResult, now: float) -> Committed:
+    def _commit(self, part: Rows, outcome: SequenceResult, now: float, waits: bool) -> Committed:
         """Make a round's tokens permanent, up to where the text ends."""
         request, proposal, tokens = part.request, part.proposal, outcome.committed
         if request.trace is not None:
@@ -383,7 +384,8 @@ class Scheduler:
             return replace(commit, finish=self._end(request, ending.reason, ending).finish)
         if usable(request) is None:
             request.proposal = None
-        self._drafts.commit(request, position, proposal_id, 0 if part.is_lookup else accepted, now)
+        num_accepted = 0 if part.is_lookup else accepted
+        self._drafts.commit(request, position, proposal_id, num_accepted, now, is_waited_for=waits)
         return commit
 
     def _end(

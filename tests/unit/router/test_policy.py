@@ -28,6 +28,7 @@ from outrider.router.policy import (
     remaining_eta,
     should_sit_out,
     should_wait,
+    steps_late,
     tokens_without_waiting,
 )
 
@@ -93,6 +94,7 @@ def test_a_pace_hopes_where_it_does_not_know_and_forgets_what_is_long_past() -> 
         pace = pace.took(0.2, beside=True)
     assert pace.hoped_alone_s == 0.15
     assert pace.took(0.2, beside=True).hoped_alone_s == pytest.approx(0.1)
+    assert Pace(0.1, 0.2).took(0.5, beside=True, in_vain=True).hoped_alone_s == 0.5
 
 
 def test_where_late_proposals_never_fit_waiting_pays_for_longer() -> None:
@@ -203,3 +205,13 @@ def test_speculation_comes_back_when_the_text_becomes_easy() -> None:
     assert throttle.is_on
     assert throttle.acceptance > SPECULATION_COST
     assert throttle.next_pause == FIRST_PAUSE
+
+
+def test_the_later_a_proposal_comes_the_less_it_is_worth() -> None:
+    assert steps_late(0.3, 1.0) == 1
+    assert steps_late(1.0, 1.0) == 1
+    assert steps_late(1.1, 1.0) == 2
+    gains = [tokens_without_waiting(4, 0.8, 0.8, late) - 1.0 for late in (1, 2, 3)]
+    assert gains == pytest.approx([0.8 * 2.3616 / 2, 0.64 * 2.3616 / 3, 0.512 * 2.3616 / 4])
+    assert not should_wait(0.9, APART, 4, 0.8, 0.8)
+    assert should_wait(0.9, APART, 4, 0.8, 0.8, num_late=2)
