@@ -20,7 +20,7 @@ MAX_TOLD = 64  # unanswered commits whose time is remembered
 class SessionState(enum.Enum):
     """A request without a session has none yet, lost it, or found no draft that can serve it."""
 
-    OPENING = "opening"  # the draft catches up with the text; when it will propose is not predicted
+    OPENING = "opening"  # the draft catches up with the text; how long that takes says nothing of later proposals
     DRAFTING = "drafting"
 
 
@@ -49,6 +49,11 @@ class DraftSession:
     is_prompt: bool = True
     is_waited_for: bool = False
     unmeasured_base: int | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the draft should have caught up with the text: it had as long as the target for the prompt."""
+        return self.state is SessionState.DRAFTING or bool(self.told)
 
 
 @dataclass(eq=False)
@@ -252,7 +257,7 @@ class DraftBook:
 
     def predicted(self, session: DraftSession) -> tuple[float, Pace] | None:
         """Since when and for how long a proposal of this session is predicted to take; None: do not wait for it."""
-        if session.state is not SessionState.DRAFTING or not session.is_prompt:
+        if not session.is_ready or not session.is_prompt:
             return None
         if session.expected_since is None or session.latency.slowest_s is None:
             return None

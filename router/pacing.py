@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from outrider.core.sampling import Verifier
-from outrider.router.draft_book import DraftBook, SessionState
+from outrider.router.draft_book import DraftBook
 from outrider.router.hearing import acceptance, settled
 from outrider.router.policy import (
     HOLD_FRACTION,
@@ -141,7 +141,7 @@ class Pacer:
     @staticmethod
     def _would_wait(request: Request, step: StepTimes) -> bool:
         session = request.session
-        if session is None or session.state is not SessionState.DRAFTING or not session.is_prompt:
+        if session is None or not session.is_ready or not session.is_prompt:
             return False
         latency_s = session.latency.hoped_alone_s
         if latency_s is None:

@@ -17,8 +17,8 @@ Greedy and coupled targets draw with the draft's own noise, so their ``late_matc
 proposals come one step late waits longer than a step or sits out a step that others run, because
 ``E > 2 + acceptance * (E - 1)`` would need ``E > (2 - acceptance) / (1 - acceptance)``, more than E's limit of
 ``1 / (1 - acceptance)``. Under rejection the target draws independently of the draft, a late proposal fits by chance
-only (counted as never), and both can pay: ``should_sit_out``. While no step runs, ``choose_hold`` weighs a delayed start
-of the next step for all.
+only (counted as never), and both can pay: ``should_sit_out``. While no step runs, ``choose_hold`` weighs a delayed
+start of the next step for all.
 
 Drafts may share processors with the target. Then a step beside a draft at work takes longer than one alone, and so does
 a proposal beside a step: who judges by what happens while nobody waits sees both at their slowest, and never finds out
