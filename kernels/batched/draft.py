@@ -15,8 +15,11 @@ from torch import Tensor
 from outrider.controls import RowText
 from outrider.core.sampling import Verifier
 from outrider.kernels.batched.data import Ask
-from outrider.kernels.batched.rows import Row, processed, supports, take, take_support
-from outrider.kernels.reference import noise, sampling, transforms
+from outrider.kernels.batched import wide
+from outrider.kernels.batched.rows import Row, processed, row_keys, supports, take_support
+from outrider.kernels.batched.whole import draw_whole, is_whole, temperatures_of
+from outrider.kernels.batched.wide import take
+from outrider.kernels.reference import sampling, transforms
 from outrider.kernels.reference.noise import Purpose
 
 
@@ -56,10 +59,21 @@ def draw(logits: Tensor, asks: Sequence[Ask], *, top_m: int) -> list[Draw | None
     usable = [i for i in range(len(rows)) if is_usable[i]]
     greedy = [i for i in usable if rows[i].sampling.verifier is Verifier.GREEDY]
     if greedy:
-        tokens = take(ready.logits, greedy).max(dim=-1).indices.tolist()
+        tokens = wide.argmax(take(ready.logits, greedy)).tolist()
         for i, token in zip(greedy, tokens, strict=True):
             draws[i] = Draw(token)
-    sampled = [i for i in usable if rows[i].sampling.verifier is not Verifier.GREEDY]
+    whole = [i for i in usable if is_whole(rows[i], logits.shape[-1])]
+    coupled = [i for i in whole if rows[i].sampling.verifier is Verifier.COUPLED]
+    for i, token in draw_whole(ready.logits, rows, coupled, Purpose.COUPLED).items():
+        draws[i] = Draw(token)
+    own = [i for i in whole if rows[i].sampling.verifier is Verifier.REJECTION]
+    if own and wide.wide_draws(logits) is not None:
+        # The ranking by logit is that by score, so that what is sent can be cut out first.
+        temperature = temperatures_of([rows[i] for i in own])[:, None]
+        support = wide.filtered(take(ready.logits, own), temperature, top_m)
+        for i, drawn in zip(own, _draw_own(support, rows, asks, own, top_m), strict=True):
+            draws[i] = drawn
+    sampled = [i for i in usable if draws[i] is None]
     for group in supports(ready.logits, rows, sampled):
         for verifier in (Verifier.COUPLED, Verifier.REJECTION):
             chosen = [j for j, i in enumerate(group.members) if rows[i].sampling.verifier is verifier]
@@ -75,17 +89,6 @@ def draw(logits: Tensor, asks: Sequence[Ask], *, top_m: int) -> list[Draw | None
                 for i, drawn in zip(members, _draw_own(support, rows, asks, members, top_m), strict=True):
                     draws[i] = drawn
     return draws
-
-
-def row_keys(rows: Sequence[Row], purpose: Purpose, prefix_hashes: Sequence[int] | None = None) -> Tensor:
-    """The keys of rows' random numbers: [n, 2] int64."""
-    return noise.noise_keys(
-        [row.sampling.seed for row in rows],
-        [row.sampling.choice for row in rows],
-        [row.text.length for row in rows],
-        purpose,
-        prefix_hashes,
-    )
 
 
 def _draw_own(

@@ -22,9 +22,12 @@ from outrider.controls import RowText, by_name
 from outrider.core.logprobs import LogprobsMode, TokenLogprobs
 from outrider.core.sampling import Verifier
 from outrider.kernels.batched.data import Chain, Outcome
-from outrider.kernels.batched.draft import row_keys
+from outrider.kernels.batched import wide
 from outrider.kernels.batched.logprobs import score_rows, support_logprobs
-from outrider.kernels.batched.rows import Group, Row, processed, supports, take, take_support
+from outrider.kernels.batched.proposals import Proposal, draft_matrix
+from outrider.kernels.batched.rows import Group, Row, processed, row_keys, supports, take_support
+from outrider.kernels.batched.whole import decide_whole, draw_whole, is_whole
+from outrider.kernels.batched.wide import take
 from outrider.kernels.reference import rejection, sampling
 from outrider.kernels.reference.errors import invalid_logits, nothing_allowed
 from outrider.kernels.reference.noise import Purpose
@@ -155,10 +158,13 @@ def _judge_sorted(entries: Sequence[_Entry]) -> list[_Verdict]:
     members = [i for i, is_usable in enumerate(usable) if is_usable]
     greedy = [i for i in members if rows[i].sampling.verifier is Verifier.GREEDY]
     if greedy:
-        tokens = take(ready.logits, greedy).max(dim=-1).indices.tolist()
+        tokens = wide.argmax(take(ready.logits, greedy)).tolist()
         for i, token in zip(greedy, tokens, strict=True):
             verdicts[i] = _Verdict(token, token == entries[i].proposed)
-    groups = supports(ready.logits, rows, [i for i in members if rows[i].sampling.verifier is not Verifier.GREEDY])
+    sampled = [i for i in members if rows[i].sampling.verifier is not Verifier.GREEDY]
+    for i, verdict in _judge_whole(ready.logits, entries, sampled):
+        verdicts[i] = verdict
+    groups = supports(ready.logits, rows, [i for i in sampled if verdicts[i].token < 0])
     for group in groups:
         for i, verdict in _judge_group(group, entries):
             verdicts[i] = verdict
@@ -173,6 +179,28 @@ def _refused(row: Row, is_valid: bool) -> _Verdict:
     return _Verdict(-1, error=error, is_nothing_allowed=is_valid)
 
 
+def _judge_whole(logits: Tensor, entries: Sequence[_Entry], members: Sequence[int]) -> list[tuple[int, _Verdict]]:
+    """Verdicts of some of the rows ``members``, by index: those that can be judged without their supports."""
+    if wide.wide_draws(logits) is None:
+        return []
+    rows = [entry.row for entry in entries]
+    whole = [i for i in members if is_whole(rows[i], logits.shape[-1])]
+    coupled = [i for i in whole if rows[i].sampling.verifier is Verifier.COUPLED]
+    verdicts = [
+        (i, _Verdict(token, token == entries[i].proposed))
+        for i, token in draw_whole(logits, rows, coupled, Purpose.COUPLED).items()
+    ]
+    others = [i for i in whole if rows[i].sampling.verifier is not Verifier.COUPLED]
+    offered, draft_ids, draft_probs = _offered(entries, others)
+    alone = sorted(set(others) - set(offered))
+    verdicts += [(i, _Verdict(token)) for i, token in draw_whole(logits, rows, alone, Purpose.TARGET).items()]
+    tokens = [_proposed(entries[i]) for i in offered]
+    decided = decide_whole(logits, rows, offered, tokens, draft_ids, draft_probs)
+    return verdicts + [
+        (i, _Verdict(_proposed(entries[i]) if kept else token, kept)) for i, (kept, token) in decided.items()
+    ]
+
+
 def _judge_group(group: Group, entries: Sequence[_Entry]) -> list[tuple[int, _Verdict]]:
     """Verdicts of the rows of one group, by index."""
     verdicts: list[tuple[int, _Verdict]] = []
@@ -180,16 +208,17 @@ def _judge_group(group: Group, entries: Sequence[_Entry]) -> list[tuple[int, _Ve
     coupled = [j for j, flag in enumerate(is_rejection) if not flag]
     if coupled:
         verdicts += _drawn(group, coupled, entries, Purpose.COUPLED)
-    offered, draft_ids, draft_probs = _draft_matrix(group, entries, [j for j, flag in enumerate(is_rejection) if flag])
-    alone = sorted({j for j, flag in enumerate(is_rejection) if flag} - set(offered))
+    others = [i for i, flag in zip(group.members, is_rejection, strict=True) if flag]
+    offered, draft_ids, draft_probs = _offered(entries, others)
+    alone = [j for j, i in enumerate(group.members) if i in set(others) - set(offered)]
     if alone:  # bonus tokens, and proposals that count as absent
         verdicts += _drawn(group, alone, entries, Purpose.TARGET)
     if offered:
-        chosen = [entries[group.members[j]] for j in offered]
+        chosen = [entries[i] for i in offered]
         device = group.support.scores.device
-        tokens = [entry.proposed if entry.proposed is not None else -1 for entry in chosen]
+        tokens = [_proposed(entry) for entry in chosen]
         accepted, own = rejection.decide(
-            take_support(group.support, offered),
+            take_support(group.support, [group.members.index(i) for i in offered]),
             torch.tensor(tokens, device=device),
             draft_ids.to(device),
             draft_probs.to(device),
@@ -197,10 +226,21 @@ def _judge_group(group: Group, entries: Sequence[_Entry]) -> list[tuple[int, _Ve
             row_keys([entry.row for entry in chosen], Purpose.RESIDUAL).to(device),
         )
         decided = zip(offered, tokens, accepted.tolist(), own.tolist(), strict=True)
-        verdicts += [
-            (group.members[j], _Verdict(proposed if kept else token, kept)) for j, proposed, kept, token in decided
-        ]
+        verdicts += [(i, _Verdict(proposed if kept else token, kept)) for i, proposed, kept, token in decided]
     return verdicts
+
+
+def _proposed(entry: _Entry) -> int:
+    return -1 if entry.proposed is None else entry.proposed
+
+
+def _offered(entries: Sequence[_Entry], members: Sequence[int]) -> tuple[list[int], Tensor, Tensor]:
+    """Which of the rows ``members`` have a proposal that its q row can have produced, and those q rows."""
+    proposals = {
+        i: Proposal(entries[i].proposed, entries[i].draft_row)
+        for i in members if entries[i].proposed is not None
+    }
+    return draft_matrix(proposals, entries[members[0]].logits.shape[-1] if members else 0)
 
 
 def _drawn(
@@ -215,47 +255,6 @@ def _drawn(
         (i, _Verdict(token, is_coupled and token == entries[i].proposed))
         for i, token in zip(members, tokens, strict=True)
     ]
-
-
-def _draft_matrix(
-    group: Group, entries: Sequence[_Entry], candidates: Sequence[int]
-) -> tuple[list[int], Tensor, Tensor]:
-    """The q rows of proposals under rejection.
-
-    Returns:
-        Which of the group's rows have a proposal that its q row can have produced, and those q rows, padded: ids [n, m]
-        int64, probabilities [n, m] float64, normalised; on the device that they came on.
-    """
-    vocab_size = group.support.token_ids.shape[-1]
-    by_size: dict[int, list[tuple[int, int, Tensor, Tensor]]] = {}
-    for j in candidates:
-        entry = entries[group.members[j]]
-        if entry.proposed is None:
-            continue
-        vocab_size = entry.logits.shape[-1]
-        ids, probs = entry.draft_row or (torch.tensor([entry.proposed]), torch.ones(1))
-        if ids.shape == probs.shape:
-            by_size.setdefault(len(ids), []).append((j, entry.proposed, ids.long(), probs.float()))
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for same in by_size.values():  # sums over rows of one size: what pads a row must not change its last bits
-        ids = torch.stack([row for _, _, row, _ in same])
-        probs = torch.stack([row for _, _, _, row in same])
-        tokens = torch.tensor([token for _, token, _, _ in same], device=ids.device)
-        formed = rejection.well_formed(tokens, ids, probs, vocab_size).tolist()
-        weights = probs.to(torch.float64)
-        weights /= weights.sum(dim=-1, keepdim=True)
-        found |= {j: (ids[row], weights[row]) for row, (j, _, _, _) in enumerate(same) if formed[row]}
-    offered = sorted(found)
-    if not offered:
-        return [], torch.empty(0), torch.empty(0)
-    width = max(len(found[j][0]) for j in offered)
-    draft_ids = found[offered[0]][0].new_zeros(len(offered), width)
-    draft_probs = found[offered[0]][1].new_zeros(len(offered), width)
-    for row, j in enumerate(offered):
-        ids, probs = found[j]
-        draft_ids[row, : len(ids)] = ids
-        draft_probs[row, : len(probs)] = probs
-    return offered, draft_ids, draft_probs
 
 
 def _logprobs(
@@ -274,10 +273,13 @@ def _logprobs(
     greedy = [
         i for i in wanting if settings[i].logprobs_mode is not LogprobsMode.RAW and settings[i].temperature == 0.0
     ]
-    for members, values in ((by_model, raw), (greedy, logits)):
+    in_groups = {i for group in groups for i in group.members}
+    whole = [i for i in wanting if i not in by_model and i not in greedy and i not in in_groups]
+    for members, values in ((by_model, raw), (greedy, logits), (whole, logits)):
         if members:
-            tokens = [verdicts[i].token for i in members]
-            found += zip(members, score_rows(take(values, members), tokens, [top[i] for i in members]), strict=True)
+            tokens, num_top = [verdicts[i].token for i in members], [top[i] for i in members]
+            temperatures = [settings[i].temperature for i in members] if members is whole else None
+            found += zip(members, score_rows(take(values, members), tokens, num_top, temperatures), strict=True)
     for group in groups:
         chosen = [
             j

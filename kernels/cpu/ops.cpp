@@ -91,6 +91,7 @@ inline const float* data_or_null(const std::optional<torch::Tensor>& tensor) {
 #include "product.h"
 #include "phases.h"
 #include "layers.h"
+#include "draws.h"
 
 // The instruction sets that this machine has, best last.
 std::vector<std::string> instruction_sets() {
@@ -211,4 +212,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("silu_mul", &silu_mul, release());
   m.def("rope_and_store", &rope_and_store, release());
   m.def("attention", &attention, release());
+  define_draws(m);
 }

@@ -20,8 +20,10 @@ from outrider.core.errors import GroupError
 from outrider.core.logprobs import TokenLogprobs
 from outrider.core.plan import RankReport, StepPlan
 from outrider.core.sampling import Sampling
+from outrider.kernels.batched.best import BestRows, best_of
 from outrider.kernels.batched.logprobs import score
-from outrider.kernels.reference.verify import local_best, pairs_suffice
+from outrider.kernels.batched.wide import take
+from outrider.kernels.reference.verify import pairs_suffice
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.parallel import Parallel
 from outrider.workers.target.codec import Digest
@@ -159,7 +161,10 @@ class RankStep:
         rows = verified_rows(admission.admitted) if logits is not None else []
         best = [span for span in rows if needs_best_only(span.sequence.sampling)]
         full = [span for span in rows if not needs_best_only(span.sequence.sampling)]
-        values, tokens = self._best(best, logits)
+        values, tokens = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+        if best and logits is not None:
+            spans = [BestRows(span.start, span.stop, span.sequence.sampling, span.first_position) for span in best]
+            values, tokens = best_of(logits, self.engine.vocab_offset, spans)
         num_best = len(tokens)
         report = [admission.digest.num_sequences, admission.digest.checksum]
         packed = torch.cat([torch.tensor(report, dtype=torch.int64), values.view(torch.int64), tokens])
@@ -169,8 +174,7 @@ class RankStep:
         reports = tuple(RankReport(rank, int(row[0]), int(row[1])) for rank, row in enumerate(gathered))
         full_logits = None
         if full and logits is not None:
-            picked = torch.cat([logits[span.start : span.stop] for span in full])
-            full_logits = self.engine.gather_logits(picked)
+            full_logits = self.engine.gather_logits(take(logits, [i for span in full for i in range(span.start, span.stop)]))
         return Exchanged(
             reports,
             gathered[:, 2 : 2 + num_best].contiguous().view(torch.float64) if best else None,
@@ -200,26 +204,6 @@ class RankStep:
                 scores[sequence.index] = tuple(entries) if is_valid else None
             first += len(tokens)
         return scores
-
-    def _best(self, spans: Sequence[Rows], logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """This rank's best (values [num_best] float64, token ids [num_best] int64) for every row of the spans."""
-        values, tokens = [torch.empty(0, dtype=torch.float64)], [torch.empty(0, dtype=torch.int64)]
-        for span in spans:
-            if logits is None:
-                raise GroupError("a sequence wants logits, but none were computed")
-            sampling = span.sequence.sampling
-            span_values, span_tokens = local_best(
-                logits[span.start : span.stop],
-                self.engine.vocab_offset,
-                first_position=span.first_position,
-                temperature=sampling.temperature,
-                seed=sampling.seed,
-                choice=sampling.choice,
-                verifier=sampling.verifier.label,
-            )
-            values.append(span_values.cpu())
-            tokens.append(span_tokens.cpu())
-        return torch.cat(values), torch.cat(tokens)
 
 
 def check_reports(reports: Sequence[RankReport]) -> None:
