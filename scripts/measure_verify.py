@@ -47,7 +47,7 @@ def rows_like_a_model(num_rows: int, vocab_size: int) -> torch.Tensor:
 
 def from_pairs(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     """The exchange of ranks that send pairs: each row is a sequence of its own."""
-    values, tokens = best_of(logits, 0, [BestRows(i, i + 1, sampling, len(TEXT)) for i in range(len(logits))])
+    values, tokens = best_of(logits, 0, [BestRows(i, i + 1, sampling, len(TEXT)) for i in range(len(logits))], is_alone=True)
     return combine_best(values[None], tokens[None]).tolist()
 
 

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from outrider.controls import RowText
 from outrider.core.sampling import Verifier
-from outrider.kernels.batched.data import Ask
 from outrider.kernels.batched import wide
-from outrider.kernels.batched.rows import Row, processed, row_keys, supports, take_support
-from outrider.kernels.batched.whole import draw_whole, is_whole, temperatures_of
-from outrider.kernels.batched.wide import take
-from outrider.kernels.reference import sampling, transforms
+from outrider.kernels.batched.data import Ask
+from outrider.kernels.batched.rows import Row, processed, supports, take, take_support
+from outrider.kernels.reference import noise, sampling, transforms
 from outrider.kernels.reference.noise import Purpose
 
 
@@ -50,52 +48,88 @@ def draw(logits: Tensor, asks: Sequence[Ask], *, top_m: int) -> list[Draw | None
     """
     if len(asks) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits, but {len(asks)} asks")
-    draws: list[Draw | None] = [None] * len(asks)
-    if not asks:
-        return draws
     rows = [Row(ask.sampling, RowText(ask.text, ask.position, ask.sampling.prompt_len), ask.allowed) for ask in asks]
-    ready = processed(logits, rows, may_change=False)
-    is_usable = ready.usable.tolist()
-    usable = [i for i in range(len(rows)) if is_usable[i]]
-    greedy = [i for i in usable if rows[i].sampling.verifier is Verifier.GREEDY]
+    untouched = [i for i, row in enumerate(rows) if wide.is_untouched(row)]
+    draws = _draw_wide(logits, rows, asks, untouched, top_m)
+    left = [i for i in range(len(rows)) if i not in draws]
+    if left:
+        ready = processed(take(logits, left), [rows[i] for i in left], may_change=False)
+        usable = [index for index, is_usable in enumerate(ready.usable.tolist()) if is_usable]
+        part = _Part(ready.logits, [rows[i] for i in left], [asks[i] for i in left])
+        touched = [index for index in usable if not wide.is_untouched(part.rows[index])]
+        found = _draw_wide(part.logits, part.rows, part.asks, touched, top_m)
+        found |= _draw_each(part, [index for index in usable if index not in found], top_m)
+        draws |= {left[index]: drawn for index, drawn in found.items()}
+    return [draws.get(i) for i in range(len(rows))]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some of the rows, processed."""
+
+    logits: Tensor  # [n, V] float32
+    rows: Sequence[Row]
+    asks: Sequence[Ask]
+
+
+def _draw_wide(
+    logits: Tensor, rows: Sequence[Row], asks: Sequence[Ask], members: Sequence[int], top_m: int
+) -> dict[int, Draw]:
+    """What rows ``members`` of processed logits [n, V] propose, by index: of some or all of them."""
+    if not members or wide.wide_draws(logits) is None:
+        return {}
+    each = logits.unbind()
+    plain = [i for i in members if wide.is_plain(rows[i])]
+    greedy, coupled, own = (
+        [i for i in plain if rows[i].sampling.verifier is verifier]
+        for verifier in (Verifier.GREEDY, Verifier.COUPLED, Verifier.REJECTION)
+    )
+    tokens = wide.argmax(each, greedy) | wide.draw(each, rows, coupled, Purpose.COUPLED)
+    draws = {i: Draw(token) for i, token in tokens.items()}
+    for chosen, token_ids, probs in wide.top_rows(each, rows, own, top_m):
+        draws |= zip(chosen, _draw_own(token_ids, probs, rows, asks, chosen), strict=True)
+    return draws
+
+
+def _draw_each(part: _Part, members: Sequence[int], top_m: int) -> dict[int, Draw]:
+    """What usable rows ``members`` propose, by index."""
+    rows, draws = part.rows, {}
+    greedy = [i for i in members if rows[i].sampling.verifier is Verifier.GREEDY]
     if greedy:
-        tokens = wide.argmax(take(ready.logits, greedy)).tolist()
-        for i, token in zip(greedy, tokens, strict=True):
-            draws[i] = Draw(token)
-    whole = [i for i in usable if is_whole(rows[i], logits.shape[-1])]
-    coupled = [i for i in whole if rows[i].sampling.verifier is Verifier.COUPLED]
-    for i, token in draw_whole(ready.logits, rows, coupled, Purpose.COUPLED).items():
-        draws[i] = Draw(token)
-    own = [i for i in whole if rows[i].sampling.verifier is Verifier.REJECTION]
-    if own and wide.wide_draws(logits) is not None:
-        # The ranking by logit is that by score, so that what is sent can be cut out first.
-        temperature = temperatures_of([rows[i] for i in own])[:, None]
-        support = wide.filtered(take(ready.logits, own), temperature, top_m)
-        for i, drawn in zip(own, _draw_own(support, rows, asks, own, top_m), strict=True):
-            draws[i] = drawn
-    sampled = [i for i in usable if draws[i] is None]
-    for group in supports(ready.logits, rows, sampled):
+        tokens = take(part.logits, greedy).max(dim=-1).indices.tolist()
+        draws |= {i: Draw(token) for i, token in zip(greedy, tokens, strict=True)}
+    sampled = [i for i in members if rows[i].sampling.verifier is not Verifier.GREEDY]
+    for group in supports(part.logits, rows, sampled):
         for verifier in (Verifier.COUPLED, Verifier.REJECTION):
             chosen = [j for j, i in enumerate(group.members) if rows[i].sampling.verifier is verifier]
             if not chosen:
                 continue
             support = take_support(group.support, chosen)
-            members = [group.members[j] for j in chosen]
+            own = [group.members[j] for j in chosen]
             if verifier is Verifier.COUPLED:
-                tokens = sampling.draw(support, row_keys([rows[i] for i in members], Purpose.COUPLED)).tolist()
-                for i, token in zip(members, tokens, strict=True):
-                    draws[i] = Draw(token)
+                tokens = sampling.draw(support, row_keys([rows[i] for i in own], Purpose.COUPLED)).tolist()
+                draws |= {i: Draw(token) for i, token in zip(own, tokens, strict=True)}
             else:
-                for i, drawn in zip(members, _draw_own(support, rows, asks, members, top_m), strict=True):
-                    draws[i] = drawn
+                token_ids, probs = transforms.truncate_rows(support, top_m)
+                draws |= zip(own, _draw_own(token_ids, probs, rows, part.asks, own), strict=True)
     return draws
 
 
+def row_keys(rows: Sequence[Row], purpose: Purpose, prefix_hashes: Sequence[int] | None = None) -> Tensor:
+    """The keys of rows' random numbers: [n, 2] int64."""
+    return noise.noise_keys(
+        [row.sampling.seed for row in rows],
+        [row.sampling.choice for row in rows],
+        [row.text.length for row in rows],
+        purpose,
+        prefix_hashes,
+    )
+
+
 def _draw_own(
-    support: transforms.Support, rows: Sequence[Row], asks: Sequence[Ask], members: Sequence[int], top_m: int
+    token_ids: Tensor, probs: Tensor, rows: Sequence[Row], asks: Sequence[Ask], members: Sequence[int]
 ) -> list[Draw]:
-    """Draws of the draft's own, with the rows that they come from."""
-    token_ids, probs = transforms.truncate_rows(support, top_m)
+    """Draws of the draft's own, with the rows that they come from, as they are sent: token_ids, probs [m, w]."""
     keys = row_keys([rows[i] for i in members], Purpose.DRAFT, [asks[i].prefix_hash for i in members])
     tokens = sampling.gumbel_argmax(token_ids, probs.to(torch.float64).log(), keys).tolist()
     token_ids, probs = token_ids.cpu(), probs.cpu()  # zeros pad rows and do not travel

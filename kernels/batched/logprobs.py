@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.core.logprobs import TokenLogprobs
 from outrider.kernels.batched.wide import wide_draws
-from outrider.kernels.cpu.draws import Draws
+from outrider.kernels.cpu.draws import Filters
 from outrider.kernels.reference import transforms
 from outrider.kernels.reference.transforms import Support
 
@@ -28,22 +28,40 @@ def score(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogp
     return score_rows(logits, tokens, [num_top] * len(tokens))
 
 
-def score_rows(
-    logits: Tensor, tokens: Sequence[int], num_top: Sequence[int], temperatures: Sequence[float] | None = None
-) -> list[TokenLogprobs]:
-    """``score`` with a number of alternatives, and a temperature above 0, for each row."""
-    heat = torch.tensor([1.0] * len(tokens) if temperatures is None else temperatures, dtype=torch.float64)
+def score_rows(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """``score`` with a number of alternatives for each row."""
+    if wide_draws(logits) is not None:
+        return wide_logprobs(logits.unbind(), Filters.none(len(tokens)), tokens, num_top)
     entries: list[TokenLogprobs] = []
-    draws = wide_draws(logits)
-    step = _CPU_SLICE if logits.device.type == "cpu" and draws is None else _SLICE
+    step = _CPU_SLICE if logits.device.type == "cpu" else _SLICE
     for start in range(0, len(tokens), step):
         part = slice(start, start + step)
         columns = torch.tensor(tokens[part], dtype=torch.int64, device=logits.device)[:, None]
-        if draws is not None:
-            entries += _wide_entries(draws, logits[part], heat[part], columns, tokens[part], num_top[part])
-        else:
-            scores = logits[part] if temperatures is None else logits[part].to(torch.float64) / heat[part, None]
-            entries += _entries(scores, None, columns, tokens[part], num_top[part])
+        entries += _entries(logits[part], None, columns, tokens[part], num_top[part])
+    return entries
+
+
+def wide_logprobs(
+    rows: Sequence[Tensor], filters: Filters, tokens: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """The same for long rows, [V] each, under what their filters leave, by compiled passes (``batched.wide``)."""
+    draws = wide_draws(rows[0]) if rows else None
+    if draws is None:
+        return []
+    normalisers, above, kept = draws.normalisers(rows, filters, tokens)
+    if min(kept) < 0:
+        raise ValueError("a row holds no distribution")
+    columns, _ = draws.top_columns(rows, Filters.none(len(rows)), max(1, *num_top))
+    scores = torch.stack([row[ids] for row, ids in zip(rows, columns, strict=True)])  # [n, m]
+    ranked = scores.sort(dim=-1, descending=True, stable=True)  # equal ones stay by token id
+    top_ids, top = columns.gather(1, ranked.indices).tolist(), ranked.values.tolist()
+    entries = []
+    for index, token in enumerate(tokens):
+        temperature, normaliser = filters.temperatures[index], normalisers[index]
+        count = min(kept[index], num_top[index])
+        values = [score / temperature - normaliser for score in top[index][:count] if score > -torch.inf]
+        own = float(rows[index][token]) / temperature - normaliser
+        entries.append(TokenLogprobs(token, own, above[index] + 1, tuple(top_ids[index][: len(values)]), tuple(values)))
     return entries
 
 
@@ -65,41 +83,15 @@ def _entries(
     """Entries for the columns [n, 1] of scores [n, s], which rank as the log-probabilities do."""
     log_probs = torch.log_softmax(scores.to(torch.float64), dim=-1)
     ranks = (scores > scores.gather(1, columns)).sum(dim=-1) + 1
-    first = _ranked(scores, transforms.top_columns(scores, max(1, *num_top)))
+    first = transforms.top_columns(scores, max(1, *num_top))
+    order = scores.gather(1, first).sort(dim=-1, descending=True, stable=True).indices  # equal ones stay by token id
+    first = first.gather(1, order)
+    top = log_probs.gather(1, first)
     top_ids = first if token_ids is None else token_ids.gather(1, first)
-    return _reported(tokens, log_probs.gather(1, columns), ranks, top_ids, log_probs.gather(1, first), num_top)
-
-
-def _wide_entries(
-    draws: Draws,
-    logits: Tensor,
-    temperatures: Tensor,
-    columns: Tensor,
-    tokens: Sequence[int],
-    num_top: Sequence[int],
-) -> list[TokenLogprobs]:
-    """Entries for long rows, with the sums and rankings of compiled code. temperatures: [n] float64"""
-    normalisers, above = draws.normalisers(logits, temperatures, columns[:, 0])
-    first = _ranked(logits, draws.top_columns(logits, max(1, *num_top)))
-
-    def log_probs(which: Tensor) -> Tensor:
-        return logits.gather(1, which).to(torch.float64) / temperatures[:, None] - normalisers[:, None]
-
-    return _reported(tokens, log_probs(columns), above + 1, first, log_probs(first), num_top)
-
-
-def _ranked(scores: Tensor, columns: Tensor) -> Tensor:
-    """Columns [n, m], ascending, by their scores; equal ones stay by token id."""
-    return columns.gather(1, scores.gather(1, columns).sort(dim=-1, descending=True, stable=True).indices)
-
-
-def _reported(
-    tokens: Sequence[int], chosen: Tensor, ranks: Tensor, top_ids: Tensor, top: Tensor, num_top: Sequence[int]
-) -> list[TokenLogprobs]:
-    """chosen [n, 1], ranks [n], and the most likely tokens with their log-probabilities [n, m], in their order."""
     possible = (top > -torch.inf).sum(dim=-1).tolist()
     counts = [min(count, wanted) for count, wanted in zip(possible, num_top, strict=True)]
-    numbers = zip(tokens, chosen[:, 0].tolist(), ranks.tolist(), top_ids.tolist(), top.tolist(), counts, strict=True)
+    chosen = log_probs.gather(1, columns)[:, 0].tolist()
+    numbers = zip(tokens, chosen, ranks.tolist(), top_ids.tolist(), top.tolist(), counts, strict=True)
     return [
         TokenLogprobs(token, value, rank, tuple(ids[:count]), tuple(values[:count]))
         for token, value, rank, ids, values, count in numbers

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from outrider.controls import CONTROLS, Control, RowText, Stage
 from outrider.core.sampling import Sampling
-from outrider.kernels.batched import wide
-from outrider.kernels.batched.wide import are_neighbours, take
-from outrider.kernels.reference import noise, transforms
-from outrider.kernels.reference.noise import Purpose
+from outrider.kernels.reference import transforms
 from outrider.kernels.reference.transforms import Support
+
+# Supports are as wide as the next power of two, and not narrower than this: few widths, few groups.
+_MIN_WIDTH = 16
 
 
 @dataclass(frozen=True)
@@ -117,30 +117,25 @@ def supports(logits: Tensor, rows: Sequence[Row], members: Sequence[int]) -> lis
         for (top_k, has_top_p, has_warp), same in alike.items():
             settings = [rows[part.members[index]].sampling for index in same]
             temperature = _column([sampling.temperature for sampling in settings], logits)
-            top_p = _column([sampling.top_p for sampling in settings], logits) if has_top_p else None
-            for chosen, support in _filtered(take(part.logits, same), temperature, top_k, top_p):
-                members = [same[index] for index in chosen]
-                if part.token_ids is not None:
-                    token_ids = take(part.token_ids, members).gather(1, support.token_ids)
-                    support = Support(token_ids, support.scores, False)
-                group = Group([part.members[index] for index in members], support)
+            support = transforms.filtered(take(part.logits, same), temperature=temperature, top_k=top_k)
+            if part.token_ids is not None:
+                support = Support(take(part.token_ids, same).gather(1, support.token_ids), support.scores, False)
+            narrower = [Group([part.members[index] for index in same], support)]
+            if has_top_p:
+                top_p = _column([sampling.top_p for sampling in settings], logits)
+                narrower = _by_width(narrower[0], transforms.nucleus(support.scores, top_p))
+            for group in narrower:
                 groups += _warped(group, rows) if has_warp else [group]
     return groups
 
 
-def row_keys(rows: Sequence[Row], purpose: Purpose, prefix_hashes: Sequence[int] | None = None) -> Tensor:
-    """The keys of rows' random numbers: [n, 2] int64."""
-    return noise.noise_keys(
-        [row.sampling.seed for row in rows],
-        [row.sampling.choice for row in rows],
-        [row.text.length for row in rows],
-        purpose,
-        prefix_hashes,
-    )
+def take(values: Tensor, members: Sequence[int]) -> Tensor:
+    """Rows of a tensor, members ascending: a view where they are neighbours."""
+    return values[members[0] : members[-1] + 1] if _are_neighbours(members) else values[list(members)]
 
 
 def take_support(support: Support, members: Sequence[int]) -> Support:
-    """``take`` for a support, members ascending."""
+    """``take`` for a support."""
     if len(members) == len(support.scores):
         return support
     return Support(take(support.token_ids, members), take(support.scores, members), support.is_full)
@@ -153,26 +148,6 @@ class _Part:
     members: list[int]
     logits: Tensor
     token_ids: Tensor | None
-
-
-def _filtered(
-    logits: Tensor, temperature: Tensor, top_k: int, top_p: Tensor | None
-) -> list[tuple[list[int], Support]]:
-    """Rows [g, s] after temperature, top-k and top-p, by width: their indices, and what may be drawn in them.
-
-    temperature, top_p: [g, 1] float64; None keeps all.
-    """
-    everyone = list(range(len(logits)))
-    if top_p is None:
-        return [(everyone, wide.filtered(logits, temperature, top_k))]
-    found = wide.nuclei(logits, temperature, top_p) if not top_k else []
-    decided = {index for members, _ in found for index in members}
-    left = [index for index in everyone if index not in decided]
-    if left:
-        support = wide.filtered(take(logits, left), take(temperature, left), top_k)
-        kept = transforms.nucleus(support.scores, take(top_p, left))
-        found += [(group.members, group.support) for group in _by_width(Group(left, support), kept)]
-    return found
 
 
 def _allowed(logits: Tensor, rows: Sequence[Row], members: Sequence[int]) -> list[_Part]:
@@ -213,7 +188,8 @@ def _widths(kept: Tensor) -> dict[int, list[int]]:
     """The width that each row of [n, s] bool is handled at, and the rows of each."""
     widths: dict[int, list[int]] = {}
     for index, count in enumerate(kept.sum(dim=-1).tolist()):
-        widths.setdefault(wide.width_of(count, kept.shape[-1]), []).append(index)
+        width = max(_MIN_WIDTH, 1 << (count - 1).bit_length())
+        widths.setdefault(min(width, kept.shape[-1]), []).append(index)
     return widths
 
 
@@ -236,8 +212,12 @@ def _edit(values: Tensor, members: Sequence[int], change: Callable[[Tensor], obj
     """Change rows of a tensor in place, members ascending."""
     part = take(values, members)
     change(part)
-    if not are_neighbours(members):
+    if not _are_neighbours(members):
         values[list(members)] = part
+
+
+def _are_neighbours(members: Sequence[int]) -> bool:
+    return members[-1] - members[0] + 1 == len(members)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ may take the place of either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,11 +23,10 @@ from outrider.core.logprobs import LogprobsMode, TokenLogprobs
 from outrider.core.sampling import Verifier
 from outrider.kernels.batched.data import Chain, Outcome
 from outrider.kernels.batched import wide
-from outrider.kernels.batched.logprobs import score_rows, support_logprobs
+from outrider.kernels.batched.logprobs import score_rows, support_logprobs, wide_logprobs
 from outrider.kernels.batched.proposals import Proposal, draft_matrix
-from outrider.kernels.batched.rows import Group, Row, processed, row_keys, supports, take_support
-from outrider.kernels.batched.whole import decide_whole, draw_whole, is_whole
-from outrider.kernels.batched.wide import take
+from outrider.kernels.batched.draft import row_keys
+from outrider.kernels.batched.rows import Group, Row, processed, supports, take, take_support
 from outrider.kernels.reference import rejection, sampling
 from outrider.kernels.reference.errors import invalid_logits, nothing_allowed
 from outrider.kernels.reference.noise import Purpose
@@ -146,6 +145,17 @@ def _judge(entries: Sequence[_Entry]) -> list[_Verdict]:
 
 def _judge_sorted(entries: Sequence[_Entry]) -> list[_Verdict]:
     rows = [entry.row for entry in entries]
+    each = [entry.logits for entry in entries]  # [V] float32
+    found = _judge_wide(each, each, entries, [i for i, row in enumerate(rows) if wide.is_untouched(row)])
+    left = [i for i in range(len(entries)) if i not in found]
+    if left:
+        found |= zip(left, _judge_left([entries[i] for i in left]), strict=True)
+    return [found[i] for i in range(len(entries))]
+
+
+def _judge_left(entries: Sequence[_Entry]) -> list[_Verdict]:
+    """Verdicts of rows that are changed before they are judged, or that need torch."""
+    rows = [entry.row for entry in entries]
     single = len(entries) == 1
     raw = entries[0].logits[None] if single else torch.stack([entry.logits for entry in entries])  # [n, V] float32
     needs_raw = any(entry.wants_logprobs for entry in entries)
@@ -156,21 +166,23 @@ def _judge_sorted(entries: Sequence[_Entry]) -> list[_Verdict]:
         for row, is_valid, is_usable in zip(rows, valid, usable, strict=True)
     ]
     members = [i for i, is_usable in enumerate(usable) if is_usable]
+    touched = [i for i in members if not wide.is_untouched(rows[i])]
+    found = _judge_wide(raw.unbind(), ready.logits.unbind(), entries, touched)
+    for i, verdict in found.items():
+        verdicts[i] = verdict
+    members = [i for i in members if i not in found]
     greedy = [i for i in members if rows[i].sampling.verifier is Verifier.GREEDY]
     if greedy:
-        tokens = wide.argmax(take(ready.logits, greedy)).tolist()
+        tokens = take(ready.logits, greedy).max(dim=-1).indices.tolist()
         for i, token in zip(greedy, tokens, strict=True):
             verdicts[i] = _Verdict(token, token == entries[i].proposed)
-    sampled = [i for i in members if rows[i].sampling.verifier is not Verifier.GREEDY]
-    for i, verdict in _judge_whole(ready.logits, entries, sampled):
-        verdicts[i] = verdict
-    groups = supports(ready.logits, rows, [i for i in sampled if verdicts[i].token < 0])
+    groups = supports(ready.logits, rows, [i for i in members if rows[i].sampling.verifier is not Verifier.GREEDY])
     for group in groups:
         for i, verdict in _judge_group(group, entries):
             verdicts[i] = verdict
     wanting = [i for i in members if entries[i].wants_logprobs]
-    for i, found in _logprobs(entries, verdicts, wanting, raw, ready.logits, groups):
-        verdicts[i] = replace(verdicts[i], logprobs=found)
+    for i, logprobs in _logprobs(entries, verdicts, wanting, raw, ready.logits, groups):
+        verdicts[i] = replace(verdicts[i], logprobs=logprobs)
     return verdicts
 
 
@@ -179,26 +191,42 @@ def _refused(row: Row, is_valid: bool) -> _Verdict:
     return _Verdict(-1, error=error, is_nothing_allowed=is_valid)
 
 
-def _judge_whole(logits: Tensor, entries: Sequence[_Entry], members: Sequence[int]) -> list[tuple[int, _Verdict]]:
-    """Verdicts of some of the rows ``members``, by index: those that can be judged without their supports."""
-    if wide.wide_draws(logits) is None:
-        return []
+def _judge_wide(
+    raw: Sequence[Tensor], logits: Sequence[Tensor], entries: Sequence[_Entry], members: Sequence[int]
+) -> dict[int, _Verdict]:
+    """Verdicts of rows ``members``, by index: of those that compiled passes decide.
+
+    Args:
+        raw: [V] each, the model's; logits: processed.
+    """
+    if not members or wide.wide_draws(logits[members[0]]) is None:
+        return {}
     rows = [entry.row for entry in entries]
-    whole = [i for i in members if is_whole(rows[i], logits.shape[-1])]
-    coupled = [i for i in whole if rows[i].sampling.verifier is Verifier.COUPLED]
-    verdicts = [
-        (i, _Verdict(token, token == entries[i].proposed))
-        for i, token in draw_whole(logits, rows, coupled, Purpose.COUPLED).items()
-    ]
-    others = [i for i in whole if rows[i].sampling.verifier is not Verifier.COUPLED]
+    plain = [i for i in members if wide.is_plain(rows[i])]
+    greedy, coupled, others = (
+        [i for i in plain if rows[i].sampling.verifier is verifier]
+        for verifier in (Verifier.GREEDY, Verifier.COUPLED, Verifier.REJECTION)
+    )
+    same = wide.argmax(logits, greedy) | wide.draw(logits, rows, coupled, Purpose.COUPLED)
+    verdicts = {i: _Verdict(token, token == entries[i].proposed) for i, token in same.items()}
     offered, draft_ids, draft_probs = _offered(entries, others)
     alone = sorted(set(others) - set(offered))
-    verdicts += [(i, _Verdict(token)) for i, token in draw_whole(logits, rows, alone, Purpose.TARGET).items()]
+    verdicts |= {i: _Verdict(token) for i, token in wide.draw(logits, rows, alone, Purpose.TARGET).items()}
     tokens = [_proposed(entries[i]) for i in offered]
-    decided = decide_whole(logits, rows, offered, tokens, draft_ids, draft_probs)
-    return verdicts + [
-        (i, _Verdict(_proposed(entries[i]) if kept else token, kept)) for i, (kept, token) in decided.items()
-    ]
+    for i, (kept, token) in wide.decide(logits, rows, offered, tokens, draft_ids, draft_probs).items():
+        verdicts[i] = _Verdict(_proposed(entries[i]) if kept else token, kept)
+    wanting = [i for i in verdicts if entries[i].wants_logprobs]
+    reported = [raw[i] if _is_raw(entries[i]) else logits[i] for i in wanting]
+    filters = wide.filters_of([rows[i] for i in wanting], [_is_raw(entries[i]) for i in wanting])
+    tokens, top = [verdicts[i].token for i in wanting], [rows[i].sampling.logprobs or 0 for i in wanting]
+    for i, logprobs in zip(wanting, wide_logprobs(reported, filters, tokens, top), strict=True):
+        verdicts[i] = replace(verdicts[i], logprobs=logprobs)
+    return verdicts
+
+
+def _is_raw(entry: _Entry) -> bool:
+    """Whether the log-probabilities that a row reports are the model's own."""
+    return entry.row.sampling.logprobs_mode is LogprobsMode.RAW
 
 
 def _judge_group(group: Group, entries: Sequence[_Entry]) -> list[tuple[int, _Verdict]]:
@@ -237,8 +265,7 @@ def _proposed(entry: _Entry) -> int:
 def _offered(entries: Sequence[_Entry], members: Sequence[int]) -> tuple[list[int], Tensor, Tensor]:
     """Which of the rows ``members`` have a proposal that its q row can have produced, and those q rows."""
     proposals = {
-        i: Proposal(entries[i].proposed, entries[i].draft_row)
-        for i in members if entries[i].proposed is not None
+        i: Proposal(_proposed(entries[i]), entries[i].draft_row) for i in members if entries[i].proposed is not None
     }
     return draft_matrix(proposals, entries[members[0]].logits.shape[-1] if members else 0)
 
@@ -273,13 +300,10 @@ def _logprobs(
     greedy = [
         i for i in wanting if settings[i].logprobs_mode is not LogprobsMode.RAW and settings[i].temperature == 0.0
     ]
-    in_groups = {i for group in groups for i in group.members}
-    whole = [i for i in wanting if i not in by_model and i not in greedy and i not in in_groups]
-    for members, values in ((by_model, raw), (greedy, logits), (whole, logits)):
+    for members, values in ((by_model, raw), (greedy, logits)):
         if members:
-            tokens, num_top = [verdicts[i].token for i in members], [top[i] for i in members]
-            temperatures = [settings[i].temperature for i in members] if members is whole else None
-            found += zip(members, score_rows(take(values, members), tokens, num_top, temperatures), strict=True)
+            tokens = [verdicts[i].token for i in members]
+            found += zip(members, score_rows(take(values, members), tokens, [top[i] for i in members]), strict=True)
     for group in groups:
         chosen = [
             j

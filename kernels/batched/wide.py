@@ -1,6 +1,7 @@
-"""Long rows on a CPU, where passes over a vocabulary are compiled (``kernels.cpu.draws``), and what torch does elsewhere.
+"""Long rows on a CPU, where passes over a vocabulary are compiled (``kernels.cpu.draws``).
 
-The compiled code leaves a row undecided rather than to answer otherwise than torch; torch decides it then.
+What is compiled leaves a row undecided rather than to answer otherwise than torch; such rows are not in the answers here,
+and torch decides them.
 """
 
 from __future__ import annotations
@@ -10,67 +11,127 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.draws import Draws, load_draws
-from outrider.kernels.reference import transforms
-from outrider.kernels.reference.transforms import Support
+from outrider.controls import Stage
+from outrider.core.sampling import Sampling
+from outrider.kernels.batched.rows import Row
+from outrider.kernels.cpu.draws import Draws, Filters, load_draws
+from outrider.kernels.reference import noise
+from outrider.kernels.reference.noise import Purpose
 
 # Shorter rows cost torch no more than the calls do, and processes that see no others need no compiler.
 MIN_WIDTH = 1 << 12
 
 
 def wide_draws(logits: Tensor) -> Draws | None:
-    """The compiled functions, where they are for rows like these [n, V]."""
+    """The compiled functions, where they are for rows like these, [..., V]."""
     if logits.device.type != "cpu" or logits.shape[-1] < MIN_WIDTH or logits.dtype != torch.float32:
         return None
     return load_draws() if logits.stride(-1) == 1 else None
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The first of the largest logits of each row [n, V], all valid: [n] int64."""
-    draws = wide_draws(logits)
-    return logits.max(dim=-1).indices if draws is None else draws.argmax(logits)
+def is_plain(row: Row) -> bool:
+    """Whether temperature, top-k and top-p are all that is done to a row's logits once they are processed."""
+    return not row.has(Stage.WARP)
 
 
-def filtered(logits: Tensor, temperature: Tensor, top_k: int) -> Support:
-    """``transforms.filtered`` without top-p. temperature: [n, 1] float64."""
-    draws = wide_draws(logits)
-    if draws is None or not 0 < top_k < logits.shape[-1]:
-        return transforms.filtered(logits, temperature=temperature, top_k=top_k)
-    columns = draws.top_columns(logits, top_k)
-    return Support(columns, logits.gather(1, columns).to(torch.float64) / temperature, is_full=False)
+def is_untouched(row: Row) -> bool:
+    """Whether they are all that is done to the model's logits."""
+    return row.allowed is None and not row.sampling.controls
 
 
-def nuclei(logits: Tensor, temperature: Tensor, top_p: Tensor) -> list[tuple[list[int], Support]]:
-    """What top-p leaves of rows, by the width at which they are handled: indices of rows, and their support.
+def filters_of(rows: Sequence[Row], is_raw: Sequence[bool] | None = None) -> Filters:
+    """How rows are sampled; where ``is_raw`` or the temperature is 0, as if nothing were set."""
+    plain = Sampling()
+    settings = [
+        plain if raw or row.sampling.temperature == 0.0 else row.sampling
+        for row, raw in zip(rows, is_raw or [False] * len(rows), strict=True)
+    ]
+    return Filters([s.temperature for s in settings], [s.top_k for s in settings], [s.top_p for s in settings])
 
-    temperature, top_p: [n, 1] float64. Rows that are in none of them are undecided.
+
+def keys_of(
+    rows: Sequence[Row], purpose: Purpose, prefix_hashes: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """The keys of rows' random numbers."""
+    hashes = [0] * len(rows) if prefix_hashes is None else prefix_hashes
+    return [
+        noise.noise_key(row.sampling.seed, row.sampling.choice, row.text.length, purpose, prefix_hash)
+        for row, prefix_hash in zip(rows, hashes, strict=True)
+    ]
+
+
+def argmax(logits: Sequence[Tensor], members: Sequence[int]) -> dict[int, int]:
+    """The first of the largest logits of rows ``members``, by index; of some or all of them. logits: [V] each"""
+    draws = wide_draws(logits[members[0]]) if members else None
+    if draws is None:
+        return {}
+    columns = draws.argmax([logits[i] for i in members])
+    return {i: column for i, column in zip(members, columns, strict=True) if column >= 0}
+
+
+def draw(logits: Sequence[Tensor], rows: Sequence[Row], members: Sequence[int], purpose: Purpose) -> dict[int, int]:
+    """The tokens that plain rows ``members`` draw, by index; of some or all of them.
+
+    Args:
+        logits: n of [V] float32, processed.
+        rows: n.
     """
-    draws = wide_draws(logits)
+    draws = wide_draws(logits[members[0]]) if members else None
+    if draws is None:
+        return {}
+    chosen = [rows[i] for i in members]
+    tokens = draws.draw([logits[i] for i in members], filters_of(chosen), keys_of(chosen, purpose))
+    return {i: token for i, token in zip(members, tokens, strict=True) if token >= 0}
+
+
+def decide(
+    logits: Sequence[Tensor],
+    rows: Sequence[Row],
+    members: Sequence[int],
+    tokens: Sequence[int],
+    draft_ids: Tensor,
+    draft_probs: Tensor,
+) -> dict[int, tuple[bool, int]]:
+    """``reference.rejection.decide`` for plain rows ``members``, by index: (accepted, own) of some or all of them.
+
+    Args:
+        logits, rows: as in ``draw``.
+        tokens: the members' proposals; draft_ids [m, w] int64, draft_probs [m, w] float64: their q.
+    """
+    draws = wide_draws(logits[members[0]]) if members else None
+    if draws is None:
+        return {}
+    chosen = [rows[i] for i in members]
+    accepted, own = draws.decide(
+        [logits[i] for i in members],
+        filters_of(chosen),
+        tokens,
+        draft_ids,
+        draft_probs,
+        keys_of(chosen, Purpose.ACCEPT),
+        keys_of(chosen, Purpose.RESIDUAL),
+    )
+    decided = zip(members, accepted, own, strict=True)
+    return {i: (flag == 1, token) for i, flag, token in decided if flag >= 0}
+
+
+def top_rows(
+    logits: Sequence[Tensor], rows: Sequence[Row], members: Sequence[int], top_m: int
+) -> list[tuple[list[int], Tensor, Tensor]]:
+    """What ``transforms.truncate_rows`` leaves of plain rows ``members``, those of one size together: their indices,
+    token_ids [g, m] int64 and probs [g, m] float32; of some or all of them.
+    """
+    draws = wide_draws(logits[members[0]]) if members else None
     if draws is None:
         return []
-    kept, columns, flags = draws.nucleus(logits, temperature.view(-1), top_p.view(-1))
-    by_width: dict[int, list[int]] = {}
-    for index, count in enumerate(kept.tolist()):
-        if count > 0:
-            by_width.setdefault(width_of(count, logits.shape[-1]), []).append(index)
+    chosen = [rows[i] for i in members]
+    columns, sizes = draws.top_columns([logits[i] for i in members], filters_of(chosen), top_m)
     found = []
-    for width, members in by_width.items():
-        ids, flag = columns[members, :width], flags[members, :width]
-        scores = take(logits, members).gather(1, ids).to(torch.float64) / temperature[members]
-        found.append((members, Support(ids, scores.masked_fill_(~flag, -torch.inf), is_full=False)))
+    for size in sorted(set(sizes) - {-1}):
+        same = [index for index, other in enumerate(sizes) if other == size]
+        ids = columns[same, :size]
+        picked = torch.stack([logits[members[index]][ids[row]] for row, index in enumerate(same)])
+        heat = torch.tensor([[chosen[index].sampling.temperature] for index in same], dtype=torch.float64)
+        probs = torch.softmax(picked.to(torch.float64) / heat, dim=-1).to(torch.float32)
+        found.append(([members[index] for index in same], ids, probs))
     return found
-
-
-def take(values: Tensor, members: Sequence[int]) -> Tensor:
-    """Rows of a tensor, members ascending: a view where they are neighbours."""
-    return values[members[0] : members[-1] + 1] if are_neighbours(members) else values[list(members)]
-
-
-def are_neighbours(members: Sequence[int]) -> bool:
-    """Whether rows, ascending, have no others between them."""
-    return members[-1] - members[0] + 1 == len(members)
-
-
-def width_of(count: int, size: int) -> int:
-    """The width at which a row that keeps ``count`` of ``size`` columns is handled: few widths, few groups."""
-    return min(max(16, 1 << (count - 1).bit_length()), size)

@@ -10,13 +10,16 @@ constexpr double kMargin = 1e-4;  // and by how much a bound that loses must lie
 constexpr double kTie = 1e-11;  // scores this near to each other, relative to their size, are left undecided
 constexpr double kResidualTie = 1e-5;  // the same for logarithms of differences
 constexpr double kMassTie = 1e-9;  // and masses and probabilities, relative to theirs
+constexpr double kSameProbability = 1e-12;  // scores so near may have one probability
 constexpr int64_t kUndecided = -1;
 constexpr int64_t kBoundsBlock = 256;  // tokens whose bounds are kept as one
 constexpr int64_t kChunk = 1 << 15;  // tokens that a thread takes at once; sums are over those, whatever the threads
 
+// A token that a filter looks at; `weight` is exp((value - largest) / temperature).
 struct Entry {
   float value;
   int64_t column;
+  double weight;
   // The ranking of reference.transforms: by value, then by token.
   bool operator<(const Entry& other) const {
     return value > other.value || (value == other.value && column < other.column);
@@ -56,14 +59,14 @@ struct Passes {
   decltype(&avx2::largest_logit) largest_logit;
   decltype(&avx2::first_at_least) first_at_least;
   decltype(&avx2::count_above) count_above;
-  decltype(&avx2::collect_above) collect_above;
+  decltype(&avx2::collect_between) collect_between;
   decltype(&avx2::collect_some) collect_some;
   decltype(&avx2::mass) mass;
   decltype(&avx2::bounds_of) bounds_of;
 };
 
 #define PASSES(set)                                                                                                     \
-  {set::largest_logit, set::first_at_least, set::count_above, set::collect_above, set::collect_some, set::mass,         \
+  {set::largest_logit, set::first_at_least, set::count_above, set::collect_between, set::collect_some, set::mass,         \
    set::bounds_of}
 Passes passes_of(const std::string& isa) {
   if (parse(isa) == Isa::kAvx2) return PASSES(avx2);
@@ -79,211 +82,109 @@ uint64_t mixed(uint64_t bits) {
   return bits ^ bits >> 31;
 }
 
-double uniform(const NoiseKey& key, int64_t token) {
-  const uint64_t bits = mixed(mixed(static_cast<uint64_t>(token) * kGolden + key.first) + key.second);
-  return (static_cast<double>(bits >> 12) + 0.5) * 0x1p-52;
+uint64_t random_bits(const NoiseKey& key, int64_t token) {
+  return mixed(mixed(static_cast<uint64_t>(token) * kGolden + key.first) + key.second) >> 12;
 }
 
-double gumbel(const NoiseKey& key, int64_t token) { return -std::log(-std::log(uniform(key, token))); }
+double uniform_of(uint64_t bits) { return (static_cast<double>(bits) + 0.5) * 0x1p-52; }
+
+double gumbel_of(uint64_t bits) { return -std::log(-std::log(uniform_of(bits))); }
 
 // ---- rows ------------------------------------------------------------------------------------------------------------
 
-// [n, V] float32, tokens of a row side by side.
-struct Logits {
-  const float* data;
-  int64_t rows, count, stride;
-  explicit Logits(const torch::Tensor& logits)
-      : data(logits.data_ptr<float>()), rows(logits.size(0)), count(logits.size(1)), stride(logits.stride(0)) {
-    TORCH_CHECK(logits.dim() == 2 && count > 0, "logits must be rows of tokens");
-    TORCH_CHECK(count == 1 || logits.stride(1) == 1, "the logits of a row must lie side by side");
-  }
-  const float* row(int64_t r) const { return data + r * stride; }
-  int64_t chunks() const { return (count + kChunk - 1) / kChunk; }
-};
+// Rows of logits, and how each is sampled. Lists are as long as the rows.
+struct Rows {
+  std::vector<const float*> data;
+  std::vector<double> temperatures, top_p;
+  std::vector<int64_t> top_k;
+  int64_t count = 0, size = 0, chunks = 0;
+  Passes passes;
+  std::vector<float> largest;  // +inf where a row has a NaN or +inf
 
-template <typename T>
-const T* column_of(const torch::Tensor& values, int64_t size) {
-  TORCH_CHECK(values.is_contiguous() && values.numel() == size, "a setting does not fit the rows");
-  return values.data_ptr<T>();
-}
-
-NoiseKey key_of(const int64_t* keys, int64_t r) {
-  return {static_cast<uint64_t>(keys[2 * r]), static_cast<uint64_t>(keys[2 * r + 1])};
-}
-
-// Calls function(row, begin, end, index) for each chunk of each row, on all threads.
-template <typename Function>
-void for_chunks(const Logits& logits, const Function& function) {
-  const int64_t chunks = logits.chunks();
-  at::parallel_for(0, logits.rows * chunks, 1, [&](int64_t first, int64_t last) {
-    for (int64_t index = first; index < last; ++index) {
-      const int64_t begin = index % chunks * kChunk;
-      function(index / chunks, begin, std::min(begin + kChunk, logits.count), index);
+  Rows(const std::vector<torch::Tensor>& rows, const std::string& isa) : size(rows.size()), passes(passes_of(isa)) {
+    for (const torch::Tensor& row : rows) {
+      TORCH_CHECK(row.dim() == 1 && row.scalar_type() == torch::kFloat32, "rows must be vectors of float32");
+      TORCH_CHECK(row.size(0) > 0 && (row.size(0) == 1 || row.stride(0) == 1), "the logits of a row must lie side by side");
+      TORCH_CHECK(data.empty() || row.size(0) == count, "rows must be equally long");
+      count = row.size(0);
+      data.push_back(row.data_ptr<float>());
     }
-  });
-}
-
-// The largest logit of each row; not finite where the row holds no distribution.
-std::vector<float> largest_of_rows(const Logits& logits, const Passes& passes) {
-  std::vector<float> parts(logits.rows * logits.chunks()), largest(logits.rows, -INFINITY);
-  for_chunks(logits, [&](int64_t r, int64_t begin, int64_t end, int64_t index) {
-    parts[index] = passes.largest_logit(logits.row(r) + begin, end - begin);
-  });
-  for (size_t index = 0; index < parts.size(); ++index) {
-    float& most = largest[index / logits.chunks()];
-    most = std::max(most, parts[index]);
+    chunks = (count + kChunk - 1) / kChunk;
+    find_largest();
   }
-  return largest;
-}
 
-// Where the arithmetic of this file holds.
-bool is_usual(float largest, double temperature) {
-  return std::isfinite(largest) && temperature >= 1e-4 && temperature <= 1e6;
-}
-
-std::vector<double> masses_of_rows(
-    const Logits& logits, const std::vector<float>& largest, const double* temperatures, const Passes& passes) {
-  std::vector<double> parts(logits.rows * logits.chunks()), masses(logits.rows);
-  for_chunks(logits, [&](int64_t r, int64_t begin, int64_t end, int64_t index) {
-    if (is_usual(largest[r], temperatures[r]))
-      parts[index] = passes.mass(logits.row(r) + begin, end - begin, largest[r], temperatures[r]);
-  });
-  for (size_t index = 0; index < parts.size(); ++index) masses[index / logits.chunks()] += parts[index];
-  return masses;
-}
-
-// ---- drawing ---------------------------------------------------------------------------------------------------------
-
-// What q takes from a row: weights in terms of exp((logit - largest) / temperature).
-struct Taken {
-  int64_t column;
-  double weight;
-};
-
-// The best of the tokens that were looked at.
-struct Race {
-  double best = -INFINITY, second = -INFINITY;
-  int64_t column = kUndecided;
-  bool is_unclear = false;
-  void enter(int64_t other, double score) {
-    if (score > best) {
-      second = best, best = score, column = other;
-    } else if (score > second) {
-      second = score;
-    }
+  // Calls function(row, begin, end, index) for each chunk of each row, on all threads.
+  template <typename Function>
+  void for_chunks(const Function& function) const {
+    at::parallel_for(0, size * chunks, 1, [&](int64_t first, int64_t last) {
+      for (int64_t index = first; index < last; ++index) {
+        const int64_t begin = index % chunks * kChunk;
+        function(index / chunks, begin, std::min(begin + kChunk, count), index);
+      }
+    });
   }
-  int64_t winner(double tie) const {
-    return is_unclear || tie > kMargin / 2 || !(best - second > tie) ? kUndecided : column;
+
+  // Calls function(row) for each row, on all threads.
+  template <typename Function>
+  void for_rows(const Function& function) const {
+    at::parallel_for(0, size, 1, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) function(r);
+    });
+  }
+
+  void find_largest() {
+    std::vector<float> parts(size * chunks);
+    largest.assign(size, -INFINITY);
+    for_chunks([&](int64_t r, int64_t begin, int64_t end, int64_t index) {
+      parts[index] = passes.largest_logit(data[r] + begin, end - begin);
+    });
+    for (size_t index = 0; index < parts.size(); ++index)
+      largest[index / chunks] = std::max(largest[index / chunks], parts[index]);
+  }
+
+  void sample_with(
+      const std::vector<double>& temperature, const std::vector<int64_t>& k, const std::vector<double>& p) {
+    const size_t n = size;
+    TORCH_CHECK(temperature.size() == n && k.size() == n && p.size() == n, "settings do not fit the rows");
+    temperatures = temperature, top_k = k, top_p = p;
+    for (int64_t& own : top_k)
+      if (own >= count) own = 0;
+  }
+
+  // Whether the arithmetic of this file holds for a row.
+  bool is_usual(int64_t r) const {
+    return std::isfinite(largest[r]) && temperatures[r] >= 1e-4 && temperatures[r] <= 1e6;
+  }
+
+  double score(int64_t r, int64_t column) const {
+    return (static_cast<double>(data[r][column]) - largest[r]) / temperatures[r];
+  }
+
+  // The mass of each row for which `wanted` says so: the sum of exp(score).
+  template <typename Wanted>
+  std::vector<double> masses(const Wanted& wanted) const {
+    std::vector<double> parts(size * chunks), found(size);
+    for_chunks([&](int64_t r, int64_t begin, int64_t end, int64_t index) {
+      if (is_usual(r) && wanted(r)) parts[index] = passes.mass(data[r] + begin, end - begin, largest[r], temperatures[r]);
+    });
+    for (size_t index = 0; index < parts.size(); ++index) found[index / chunks] += parts[index];
+    return found;
   }
 };
-
-// The column that a row draws, less what `taken` takes from it. tops: the largest bound of each block; used up.
-// size_of_scores: how large the caller's scores are, whose rounding counts; here they are taken from the largest.
-int64_t finish_draw(
-    const DrawRow& row, float* tops, const std::vector<Taken>& taken, double size_of_scores, const Passes& passes) {
-  const int64_t blocks = (row.count + kBoundsBlock - 1) / kBoundsBlock;
-  float bounds[kBoundsBlock + 16];
-  Race race;
-  while (true) {
-    const int64_t block = std::max_element(tops, tops + blocks) - tops;
-    if (tops[block] == -INFINITY || tops[block] < static_cast<float>(race.best - kMargin)) break;
-    tops[block] = -INFINITY;
-    const int64_t begin = block * kBoundsBlock, end = std::min(begin + kBoundsBlock, row.count);
-    passes.bounds_of(row, begin, end, bounds);
-    for (int64_t i = begin; i < end; ++i) {
-      if (bounds[i - begin] == -INFINITY || bounds[i - begin] < static_cast<float>(race.best - kMargin)) continue;
-      double score = (static_cast<double>(row.logits[i]) - row.largest) / row.temperature;
-      for (const Taken& part : taken)
-        if (part.column == i) {
-          const double weight = std::exp(score), left = weight - part.weight;
-          race.is_unclear |= std::abs(left) <= 1e-6 * weight;
-          score = left > 0 ? std::log(left) : -INFINITY;
-        }
-      race.enter(i, score + gumbel(row.key, row.first_token + i));
-    }
-  }
-  return race.winner(taken.empty() ? kTie * (50 + size_of_scores) : kResidualTie);
-}
-
-// Draws from rows; where `taken` is given, less what it takes from each. Rows that are not wanted stay undecided.
-torch::Tensor draw_rows(
-    const Logits& logits, const std::vector<float>& largest, const double* temperatures, const int64_t* keys,
-    int64_t first_token, const std::vector<bool>& wanted, const std::vector<std::vector<Taken>>& taken,
-    const Passes& passes) {
-  auto out = torch::full({logits.rows}, kUndecided, torch::kInt64);
-  int64_t* columns = out.data_ptr<int64_t>();
-  const int64_t blocks = (logits.count + kBoundsBlock - 1) / kBoundsBlock;
-  std::vector<float> tops(logits.rows * blocks);
-  const auto row_of = [&](int64_t r) {
-    return DrawRow{logits.row(r), logits.count, first_token, key_of(keys, r), largest[r], temperatures[r]};
-  };
-  for_chunks(logits, [&](int64_t r, int64_t begin, int64_t end, int64_t) {
-    if (!wanted[r]) return;
-    const DrawRow row = row_of(r);
-    for (int64_t from = begin; from < end; from += kBoundsBlock)
-      tops[r * blocks + from / kBoundsBlock] =
-          passes.bounds_of(row, from, std::min(from + kBoundsBlock, end), nullptr);
-  });
-  at::parallel_for(0, logits.rows, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      if (wanted[r])
-        columns[r] = finish_draw(
-            row_of(r), tops.data() + r * blocks, taken[r], std::abs(largest[r]) / temperatures[r], passes);
-  });
-  return out;
-}
-
-// logits [n, V], temperatures [n] float64, keys [n, 2] -> [n] int64 columns; column i stands for token first_token + i.
-torch::Tensor draw_full(
-    const torch::Tensor& all_logits, const torch::Tensor& temperatures, const torch::Tensor& keys, int64_t first_token,
-    const std::string& isa) {
-  const Logits logits(all_logits);
-  const Passes passes = passes_of(isa);
-  const double* temperature = column_of<double>(temperatures, logits.rows);
-  const std::vector<float> largest = largest_of_rows(logits, passes);
-  std::vector<bool> wanted(logits.rows);
-  for (int64_t r = 0; r < logits.rows; ++r) wanted[r] = is_usual(largest[r], temperature[r]);
-  const std::vector<std::vector<Taken>> nothing(logits.rows);
-  return draw_rows(
-      logits, largest, temperature, column_of<int64_t>(keys, 2 * logits.rows), first_token, wanted, nothing, passes);
-}
-
-// token_ids [n, s], scores [n, s] float64, keys [n, 2] -> [n] int64: the tokens that supports draw. For narrow ones.
-torch::Tensor draw_narrow(const torch::Tensor& token_ids, const torch::Tensor& scores, const torch::Tensor& keys) {
-  const int64_t n = scores.size(0), size = scores.size(1);
-  const int64_t* ids = column_of<int64_t>(token_ids, n * size);
-  const double* values = column_of<double>(scores, n * size);
-  const int64_t* key = column_of<int64_t>(keys, 2 * n);
-  auto out = torch::empty({n}, torch::kInt64);
-  int64_t* to = out.data_ptr<int64_t>();
-  for (int64_t r = 0; r < n; ++r) {
-    Race race;
-    for (int64_t i = 0; i < size; ++i) {
-      const double score = values[r * size + i];
-      if (score + 36.75 < race.best) continue;  // no noise is larger
-      if (!std::isfinite(score)) race.is_unclear |= score != -INFINITY;
-      race.enter(ids[r * size + i], score + gumbel(key_of(key, r), ids[r * size + i]));
-    }
-    to[r] = race.winner(kTie * (50 + std::abs(race.best)));
-  }
-  return out;
-}
-
-// [n, V] -> [n] int64: the first of the largest logits of each row, undecided where it holds no distribution.
-torch::Tensor argmax(const torch::Tensor& all_logits, const std::string& isa) {
-  const Logits logits(all_logits);
-  const Passes passes = passes_of(isa);
-  const std::vector<float> largest = largest_of_rows(logits, passes);
-  auto out = torch::empty({logits.rows}, torch::kInt64);
-  int64_t* columns = out.data_ptr<int64_t>();
-  at::parallel_for(0, logits.rows, 2, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      columns[r] = std::isfinite(largest[r]) ? passes.first_at_least(logits.row(r), logits.count, largest[r]) : kUndecided;
-  });
-  return out;
-}
 
 // ---- filters -----------------------------------------------------------------------------------------------------------
+
+// What filters leave of a row: all of it, or `entries`, in any order, the last of the ranking among them `last`.
+struct Kept {
+  bool is_decided = false, is_full = false;
+  double mass = 0;  // 0 where it is the whole row's and nobody asked
+  std::vector<Entry> entries;
+  Entry last{};
+
+  bool holds(const float* logits, int64_t column) const {
+    return is_full || !(last < Entry{logits[column], column, 0});
+  }
+};
 
 // The first k of a row's ranking, in any order; no logit is a NaN.
 std::vector<Entry> top_of_row(const float* logits, int64_t count, int64_t k, const Passes& passes) {
@@ -291,7 +192,7 @@ std::vector<Entry> top_of_row(const float* logits, int64_t count, int64_t k, con
   std::vector<Entry> found;
   found.reserve(k + room);
   int64_t at = std::min(count, k + room);
-  for (int64_t i = 0; i < at; ++i) found.push_back({logits[i], i});
+  for (int64_t i = 0; i < at; ++i) found.push_back({logits[i], i, 0});
   while (true) {
     if (static_cast<int64_t>(found.size()) > k) {
       std::nth_element(found.begin(), found.begin() + (k - 1), found.end());
@@ -304,185 +205,335 @@ std::vector<Entry> top_of_row(const float* logits, int64_t count, int64_t k, con
   }
 }
 
-void put_columns(std::vector<Entry>& found, int64_t* to) {
-  std::sort(found.begin(), found.end(), [](const Entry& a, const Entry& b) { return a.column < b.column; });
-  for (const Entry& entry : found) *to++ = entry.column;
+// Gives the entries from `begin` on their weights; returns the sum.
+double weigh(std::vector<Entry>& entries, int64_t begin, float largest, double temperature) {
+  double sum = 0;
+  for (size_t i = begin; i < entries.size(); ++i)
+    sum += entries[i].weight = std::exp((static_cast<double>(entries[i].value) - largest) / temperature);
+  return sum;
 }
 
-// [n, V] without NaNs -> [n, k] int64: columns of the first k of each row's ranking, ascending. k below V.
-torch::Tensor top_columns(const torch::Tensor& all_logits, int64_t k, const std::string& isa) {
-  const Logits logits(all_logits);
-  const Passes passes = passes_of(isa);
-  TORCH_CHECK(0 < k && k < logits.count, "k must be below the number of columns");
-  auto out = torch::empty({logits.rows, k}, torch::kInt64);
-  int64_t* columns = out.data_ptr<int64_t>();
-  at::parallel_for(0, logits.rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      std::vector<Entry> found = top_of_row(logits.row(r), logits.count, k, passes);
-      put_columns(found, columns + r * k);
+// Of entries whose first `begin` rank before the others and have the mass `left`: how many, best first, it takes for `target`,
+// a mass; those come to the front. -1 where that is undecided. same: scores that are no further apart may have one
+// probability, and the caller ranks those by token alone.
+int64_t cut_at(std::vector<Entry>& entries, int64_t begin, double left, double target, double tie, double same) {
+  const auto first = entries.begin();
+  int64_t end = entries.size();
+  while (end - begin > 32) {  // what comes before begin does not suffice, and what comes before end does
+    const int64_t middle = (begin + end) / 2;
+    std::nth_element(first + begin, first + middle, first + end);
+    double more = 0;
+    for (int64_t i = begin; i < middle; ++i) more += entries[i].weight;
+    if (std::abs(left + more - target) <= tie) return kUndecided;
+    if (left + more < target) {
+      left += more, begin = middle;
+    } else {
+      end = middle;
     }
-  });
-  return out;
+  }
+  std::sort(first + begin, first + end);
+  int64_t cut = begin;
+  for (; cut < end && left < target; ++cut) {
+    if (std::abs(left - target) <= tie) return kUndecided;
+    left += entries[cut].weight;
+  }
+  if (!(left - target > tie)) return kUndecided;
+  if (cut < static_cast<int64_t>(entries.size())) {
+    const float value = entries[cut - 1].value, next = std::min_element(first + cut, entries.end())->value;
+    if (value != next && static_cast<double>(value) - next <= same) return kUndecided;
+  }
+  return cut;
 }
 
-// What top-p keeps of a row, best first; nothing where it is undecided.
-std::vector<Entry> nucleus_of_row(
-    const float* logits, int64_t count, float largest, double temperature, double mass, double top_p,
-    const Passes& passes) {
+// The entries that hold what top-p keeps of a whole row, whose mass is given; none where it is undecided.
+std::vector<Entry> nucleus_of_row(const Rows& rows, int64_t r, double mass) {
+  const double temperature = rows.temperatures[r], top_p = rows.top_p[r];
+  const double target = top_p * mass, tie = kMassTie * mass, same = kSameProbability * temperature;
+  const double least = (1.0 - top_p) / (2.0 * rows.count);  // see transforms.nucleus
   std::vector<Entry> found;
-  const double least = (1.0 - top_p) / (2.0 * count);  // see transforms.nucleus
-  for (double share = 1e-3;; share /= 16) {
+  double before = 0;
+  float high = INFINITY;
+  for (double share = 1e-3;; share /= 8) {  // of the mass; tokens of a larger one are found
     share = std::max(share, least);
-    const double lowest = largest + temperature * std::log(share * mass);
-    found.clear();
-    passes.collect_above(logits, 0, count, static_cast<float>(lowest), found);
-    std::sort(found.begin(), found.end());
-    double before = 0;
-    for (size_t kept = 0; kept < found.size(); ++kept) {
-      if (std::abs(before - top_p) <= kMassTie) return {};
-      if (before > top_p) {
-        found.resize(kept);
-        return found;
-      }
-      before += std::exp((static_cast<double>(found[kept].value) - largest) / temperature) / mass;
+    const float low = static_cast<float>(rows.largest[r] + temperature * std::log(share * mass));
+    const int64_t begin = found.size();
+    rows.passes.collect_between(rows.data[r], rows.count, low, high, found);
+    const double more = weigh(found, begin, rows.largest[r], temperature);
+    if (before + more > target + tie) {
+      if (begin > 0 && target - before <= tie) return {};
+      const int64_t cut = cut_at(found, begin, before, target, tie, same);
+      if (cut < 0) return {};
+      const bool is_all = cut == static_cast<int64_t>(found.size());
+      found.resize(cut);
+      const float last = std::max_element(found.begin(), found.end())->value;
+      if (is_all && static_cast<double>(last) - low <= same) return {};  // of the next one nothing is known
+      return found;
     }
-    if (before > top_p + kMassTie) return found;
     if (share <= least) return {};
+    before += more, high = low;
   }
 }
 
-// The width at which batched.rows handles a row that keeps so many of `count` columns.
-int64_t width_of(int64_t kept, int64_t count) {
-  int64_t width = 16;
-  while (width < kept) width *= 2;
-  return std::min(width, count);
+// What is kept of a row. mass: of the whole row, where top-p needs it, or 0.
+Kept filtered_row(const Rows& rows, int64_t r, double mass) {
+  Kept kept;
+  const int64_t k = rows.top_k[r];
+  if (!rows.is_usual(r)) return kept;
+  if (k <= 0 && rows.top_p[r] >= 1.0) {
+    kept.is_decided = kept.is_full = true;
+    kept.mass = mass;
+    return kept;
+  }
+  if (k > 0) {
+    kept.entries = top_of_row(rows.data[r], rows.count, k, rows.passes);
+    const double total = weigh(kept.entries, 0, rows.largest[r], rows.temperatures[r]);
+    if (rows.top_p[r] < 1.0) {
+      const double same = kSameProbability * rows.temperatures[r];
+      kept.entries.resize(
+          std::max<int64_t>(0, cut_at(kept.entries, 0, 0, rows.top_p[r] * total, kMassTie * total, same)));
+    }
+  } else {
+    kept.entries = nucleus_of_row(rows, r, mass);
+  }
+  if (kept.entries.empty()) return kept;
+  kept.is_decided = true;
+  kept.last = *std::max_element(kept.entries.begin(), kept.entries.end());
+  for (const Entry& entry : kept.entries) kept.mass += entry.weight;
+  return kept;
 }
 
-// logits [n, V], temperatures and top_p [n] float64 -> kept [n], and columns [n, w] int64: what top-p keeps of each row, and
-// as transforms.packed_columns does, the first of the others up to the row's width; ascending; flags [n, w] bool say which.
-// kept is -1 where the row is undecided, or so many are left that nothing is won.
-std::vector<torch::Tensor> nucleus(
-    const torch::Tensor& all_logits, const torch::Tensor& temperatures, const torch::Tensor& top_p,
-    const std::string& isa) {
-  const Logits logits(all_logits);
-  const Passes passes = passes_of(isa);
-  const double* temperature = column_of<double>(temperatures, logits.rows);
-  const double* share = column_of<double>(top_p, logits.rows);
-  const std::vector<float> largest = largest_of_rows(logits, passes);
-  const std::vector<double> masses = masses_of_rows(logits, largest, temperature, passes);
-  std::vector<std::vector<Entry>> rows(logits.rows);
-  at::parallel_for(0, logits.rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      if (!is_usual(largest[r], temperature[r])) continue;
-      rows[r] = nucleus_of_row(logits.row(r), logits.count, largest[r], temperature[r], masses[r], share[r], passes);
-      std::sort(rows[r].begin(), rows[r].end(), [](const Entry& a, const Entry& b) { return a.column < b.column; });
+// What is kept of each row; with the masses of whole rows also where filters do not ask for them.
+std::vector<Kept> filtered(const Rows& rows, bool with_masses) {
+  const std::vector<double> masses =
+      rows.masses([&](int64_t r) { return rows.top_k[r] <= 0 && (with_masses || rows.top_p[r] < 1.0); });
+  std::vector<Kept> kept(rows.size);
+  rows.for_rows([&](int64_t r) { kept[r] = filtered_row(rows, r, masses[r]); });
+  return kept;
+}
+
+// ---- drawing ---------------------------------------------------------------------------------------------------------
+
+// What q takes from a row's weights.
+struct Taken {
+  int64_t column;
+  double weight;
+};
+
+// The best of the tokens that were looked at.
+struct Race {
+  const DrawRow& row;
+  const std::vector<Taken>& taken;
+  double best = -INFINITY, second = -INFINITY;
+  int64_t column = kUndecided;
+  bool is_unclear = false;
+
+  // Returns whether the token is the best so far.
+  bool enter(int64_t other, uint64_t bits) {
+    double score = (static_cast<double>(row.logits[other]) - row.largest) / row.temperature;
+    for (const Taken& part : taken)
+      if (part.column == other) {
+        const double weight = std::exp(score), left = weight - part.weight;
+        is_unclear |= std::abs(left) <= 1e-6 * weight;
+        score = left > 0 ? std::log(left) : -INFINITY;
+      }
+    score += gumbel_of(bits);
+    if (score <= best) {
+      second = std::max(second, score);
+      return false;
     }
+    second = best, best = score, column = other;
+    return true;
+  }
+
+  // Scores here are taken from the largest; the caller's may be larger, and so their rounding.
+  int64_t winner() const {
+    const double tie = taken.empty() ? kTie * (50 + std::abs(row.largest) / row.temperature) : kResidualTie;
+    return is_unclear || tie > kMargin / 2 || !(best - second > tie) ? kUndecided : column;
+  }
+};
+
+// The column that a whole row draws. tops: the largest bound of each of its blocks; used up.
+int64_t draw_whole(const DrawRow& row, float* tops, const std::vector<Taken>& taken, const Passes& passes) {
+  const int64_t blocks = (row.count + kBoundsBlock - 1) / kBoundsBlock;
+  float bounds[kBoundsBlock + 16];
+  Race race{row, taken};
+  while (true) {
+    const int64_t block = std::max_element(tops, tops + blocks) - tops;
+    if (tops[block] == -INFINITY || tops[block] < static_cast<float>(race.best - kMargin)) return race.winner();
+    tops[block] = -INFINITY;
+    const int64_t begin = block * kBoundsBlock, end = std::min(begin + kBoundsBlock, row.count);
+    passes.bounds_of(row, begin, end, bounds);
+    for (int64_t i = begin; i < end; ++i)
+      if (bounds[i - begin] > -INFINITY && bounds[i - begin] >= static_cast<float>(race.best - kMargin))
+        race.enter(i, random_bits(row.key, row.first_token + i));
+  }
+}
+
+// The column that a row draws from the entries.
+int64_t draw_kept(const DrawRow& row, const std::vector<Entry>& entries, const std::vector<Taken>& taken) {
+  Race race{row, taken};
+  double bar = 0;
+  for (const Entry& entry : entries) {
+    if (entry.weight == 0) continue;
+    const uint64_t bits = random_bits(row.key, row.first_token + entry.column);
+    // Noise is at most -log(1 - u), since -log(u) >= 1 - u.
+    if (entry.weight < bar * (1.0 - uniform_of(bits))) continue;
+    if (race.enter(entry.column, bits)) bar = std::exp(race.best - kMargin);
+  }
+  return race.winner();
+}
+
+using Keys = std::vector<uint64_t>;  // two for each row
+
+// What the wanted rows draw; where `taken` is given, less what it takes from each. Others stay undecided.
+std::vector<int64_t> draw_rows(
+    const Rows& rows, const std::vector<Kept>& kept, const Keys& keys, int64_t first_token,
+    const std::vector<char>& wanted, const std::vector<std::vector<Taken>>& taken) {
+  TORCH_CHECK(static_cast<int64_t>(keys.size()) == 2 * rows.size, "keys do not fit the rows");
+  std::vector<int64_t> columns(rows.size, kUndecided);
+  const int64_t blocks = (rows.count + kBoundsBlock - 1) / kBoundsBlock;
+  std::vector<float> tops(rows.size * blocks);
+  const auto row_of = [&](int64_t r) {
+    const NoiseKey key{keys[2 * r], keys[2 * r + 1]};
+    return DrawRow{rows.data[r], rows.count, first_token, key, rows.largest[r], rows.temperatures[r]};
+  };
+  rows.for_chunks([&](int64_t r, int64_t begin, int64_t end, int64_t) {
+    if (!wanted[r] || !kept[r].is_full) return;
+    const DrawRow row = row_of(r);
+    for (int64_t from = begin; from < end; from += kBoundsBlock)
+      tops[r * blocks + from / kBoundsBlock] =
+          rows.passes.bounds_of(row, from, std::min(from + kBoundsBlock, end), nullptr);
   });
-  int64_t widest = 16;
-  for (auto& row : rows) {
-    if (width_of(row.size(), logits.count) >= logits.count) row.clear();
-    widest = std::max(widest, width_of(row.size(), logits.count));
-  }
-  widest = std::min(widest, logits.count);
-  auto kept = torch::empty({logits.rows}, torch::kInt64);
-  auto columns = torch::zeros({logits.rows, widest}, torch::kInt64);
-  auto flags = torch::zeros({logits.rows, widest}, torch::kBool);
-  for (int64_t r = 0; r < logits.rows; ++r) {
-    const int64_t size = rows[r].size(), width = width_of(size, logits.count);
-    kept.data_ptr<int64_t>()[r] = size ? size : kUndecided;
-    int64_t* to = columns.data_ptr<int64_t>() + r * widest;
-    bool* flag = flags.data_ptr<bool>() + r * widest;
-    int64_t next = 0, room = width - size, used = 0;
-    for (int64_t i = 0; size && i < width; ++i) {
-      const bool is_kept = used < size && (room == 0 || rows[r][used].column == next);
-      to[i] = is_kept ? rows[r][used].column : next;
-      flag[i] = is_kept;
-      used += is_kept;
-      room -= !is_kept;
-      next = to[i] + 1;
-    }
-  }
-  return {kept, columns, flags};
+  for (int64_t r = 0; r < rows.size; ++r)
+    if (wanted[r])
+      columns[r] = kept[r].is_full ? draw_whole(row_of(r), tops.data() + r * blocks, taken[r], rows.passes)
+                                   : draw_kept(row_of(r), kept[r].entries, taken[r]);
+  return columns;
 }
 
-// ---- masses and proposals ----------------------------------------------------------------------------------------------
+std::vector<int64_t> draw(
+    const std::vector<torch::Tensor>& logits, const std::vector<double>& temperatures, const std::vector<int64_t>& top_k,
+    const std::vector<double>& top_p, const Keys& keys, int64_t first_token, const std::string& isa) {
+  Rows rows(logits, isa);
+  rows.sample_with(temperatures, top_k, top_p);
+  const std::vector<Kept> kept = filtered(rows, false);
+  std::vector<char> wanted;
+  for (const Kept& one : kept) wanted.push_back(one.is_decided);
+  return draw_rows(rows, kept, keys, first_token, wanted, std::vector<std::vector<Taken>>(rows.size));
+}
 
-// logits [n, V], temperatures [n] float64, tokens [n] -> log-probabilities of the tokens [n] float64, and how many logits are
-// above theirs [n] int64. Each row holds a distribution.
-std::vector<torch::Tensor> token_scores(
-    const torch::Tensor& all_logits, const torch::Tensor& temperatures, const torch::Tensor& tokens,
-    const std::string& isa) {
-  const Logits logits(all_logits);
-  const Passes passes = passes_of(isa);
-  const double* temperature = column_of<double>(temperatures, logits.rows);
-  const int64_t* token = column_of<int64_t>(tokens, logits.rows);
-  const std::vector<float> largest = largest_of_rows(logits, passes);
-  const std::vector<double> masses = masses_of_rows(logits, largest, temperature, passes);
-  auto normalisers = torch::empty({logits.rows}, torch::kFloat64);
-  auto above = torch::empty({logits.rows}, torch::kInt64);
-  at::parallel_for(0, logits.rows, 2, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      normalisers.data_ptr<double>()[r] = largest[r] / temperature[r] + std::log(masses[r]);
-      above.data_ptr<int64_t>()[r] = passes.count_above(logits.row(r), logits.count, logits.row(r)[token[r]]);
+std::vector<int64_t> argmax(const std::vector<torch::Tensor>& logits, const std::string& isa) {
+  const Rows rows(logits, isa);
+  std::vector<int64_t> columns(rows.size, kUndecided);
+  for (int64_t r = 0; r < rows.size; ++r)
+    if (std::isfinite(rows.largest[r])) columns[r] = rows.passes.first_at_least(rows.data[r], rows.count, rows.largest[r]);
+  return columns;
+}
+
+// ---- columns and masses ------------------------------------------------------------------------------------------------
+
+// The first m of what is kept of each row, ascending, as far as there are so many: [n, m], and how many those are.
+std::pair<torch::Tensor, std::vector<int64_t>> top_columns(
+    const std::vector<torch::Tensor>& logits, const std::vector<double>& temperatures, const std::vector<int64_t>& top_k,
+    const std::vector<double>& top_p, int64_t m, const std::string& isa) {
+  Rows rows(logits, isa);
+  rows.sample_with(temperatures, top_k, top_p);
+  TORCH_CHECK(m > 0, "no columns are wanted");
+  m = std::min(m, rows.count);
+  std::vector<int64_t> sizes(rows.size, kUndecided);
+  std::vector<Kept> kept = filtered(rows, false);
+  auto out = torch::zeros({rows.size, m}, torch::kInt64);
+  int64_t* columns = out.data_ptr<int64_t>();
+  rows.for_rows([&](int64_t r) {
+    if (!kept[r].is_decided) return;
+    std::vector<Entry>& entries = kept[r].entries;
+    if (kept[r].is_full) entries = top_of_row(rows.data[r], rows.count, m, rows.passes);
+    if (static_cast<int64_t>(entries.size()) > m) {
+      std::nth_element(entries.begin(), entries.begin() + (m - 1), entries.end());
+      entries.resize(m);
     }
+    std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.column < b.column; });
+    sizes[r] = entries.size();
+    for (size_t i = 0; i < entries.size(); ++i) columns[r * m + i] = entries[i].column;
   });
-  return {normalisers, above};
+  return {out, sizes};
 }
 
-// The decision about one proposal in each of n rows, as reference.rejection.decide takes it. logits [n, V]; temperatures [n]
-// float64; tokens [n]; draft_ids [n, m], draft_probs [n, m] float64, normalised; keys [n, 2] -> accepted [n]: 1, 0, or -1
-// where it is undecided, and own [n]: the token where it was not accepted, or -1.
-std::vector<torch::Tensor> decide(
-    const torch::Tensor& all_logits, const torch::Tensor& temperatures, const torch::Tensor& tokens,
-    const torch::Tensor& draft_ids, const torch::Tensor& draft_probs, const torch::Tensor& accept_keys,
-    const torch::Tensor& residual_keys, const std::string& isa) {
-  const Logits logits(all_logits);
-  const Passes passes = passes_of(isa);
-  const int64_t n = logits.rows, width = draft_ids.size(1);
-  const double* temperature = column_of<double>(temperatures, n);
-  const int64_t *token = column_of<int64_t>(tokens, n), *ids = column_of<int64_t>(draft_ids, n * width);
-  const double* probs = column_of<double>(draft_probs, n * width);
-  const int64_t *accept = column_of<int64_t>(accept_keys, 2 * n), *residual = column_of<int64_t>(residual_keys, 2 * n);
-  const std::vector<float> largest = largest_of_rows(logits, passes);
-  const std::vector<double> masses = masses_of_rows(logits, largest, temperature, passes);
-  auto accepted = torch::full({n}, kUndecided, torch::kInt64);
+// Of each row: the logarithm of the sum of exp(logit / temperature) over what is kept, how many logits are above the token's,
+// and how many are kept; -1 where that is undecided.
+std::tuple<std::vector<double>, std::vector<int64_t>, std::vector<int64_t>> normalisers(
+    const std::vector<torch::Tensor>& logits, const std::vector<double>& temperatures, const std::vector<int64_t>& top_k,
+    const std::vector<double>& top_p, const std::vector<int64_t>& tokens, const std::string& isa) {
+  Rows rows(logits, isa);
+  rows.sample_with(temperatures, top_k, top_p);
+  TORCH_CHECK(static_cast<int64_t>(tokens.size()) == rows.size, "tokens do not fit the rows");
+  const std::vector<Kept> kept = filtered(rows, true);
+  std::vector<double> found(rows.size);
+  std::vector<int64_t> above(rows.size), sizes(rows.size, kUndecided);
+  for (int64_t r = 0; r < rows.size; ++r) {
+    if (!kept[r].is_decided) continue;
+    TORCH_CHECK(0 <= tokens[r] && tokens[r] < rows.count, "a token is outside the row");
+    found[r] = rows.largest[r] / rows.temperatures[r] + std::log(kept[r].mass);
+    above[r] = rows.passes.count_above(rows.data[r], rows.count, rows.data[r][tokens[r]]);
+    sizes[r] = kept[r].is_full ? rows.count : kept[r].entries.size();
+  }
+  return {found, above, sizes};
+}
+
+// The decision about one proposal in each row, as reference.rejection.decide takes it. draft_ids [n, m], draft_probs [n, m]
+// float64, normalised -> accepted: 1, 0, or -1 where it is undecided, and own: the token where it was not accepted, or -1.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> decide(
+    const std::vector<torch::Tensor>& logits, const std::vector<double>& temperatures, const std::vector<int64_t>& top_k,
+    const std::vector<double>& top_p, const std::vector<int64_t>& tokens, const torch::Tensor& draft_ids,
+    const torch::Tensor& draft_probs, const Keys& accept_keys, const Keys& residual_keys, const std::string& isa) {
+  Rows rows(logits, isa);
+  rows.sample_with(temperatures, top_k, top_p);
+  const int64_t n = rows.size, width = draft_ids.size(1);
+  TORCH_CHECK(draft_ids.is_contiguous() && draft_probs.is_contiguous(), "q rows are torn");
+  TORCH_CHECK(draft_ids.size(0) == n && draft_probs.sizes() == draft_ids.sizes(), "q rows do not fit");
+  TORCH_CHECK(static_cast<int64_t>(tokens.size()) == n && accept_keys.size() == tokens.size() * 2, "tokens do not fit");
+  const int64_t* ids = draft_ids.data_ptr<int64_t>();
+  const double* probs = draft_probs.data_ptr<double>();
+  const std::vector<Kept> kept = filtered(rows, true);
+  std::vector<int64_t> accepted(n, kUndecided);
   std::vector<std::vector<Taken>> taken(n);
-  std::vector<bool> lost(n);
+  std::vector<char> lost(n);
   for (int64_t r = 0; r < n; ++r) {
-    if (!is_usual(largest[r], temperature[r])) continue;
-    const auto weight = [&](int64_t i) {
-      return std::exp((static_cast<double>(logits.row(r)[i]) - largest[r]) / temperature[r]);
+    if (!kept[r].is_decided) continue;
+    const double mass = kept[r].mass;
+    const auto weight = [&](int64_t column) {
+      return kept[r].holds(rows.data[r], column) ? std::exp(rows.score(r, column)) : 0.0;
     };
-    double q_token = 0, excess = masses[r];
+    double q_token = 0, excess = mass;
     for (int64_t j = r * width; j < (r + 1) * width; ++j) {
       if (probs[j] == 0) continue;
-      if (ids[j] == token[r]) q_token += probs[j];
-      taken[r].push_back({ids[j], probs[j] * masses[r]});
-      const double own = weight(ids[j]);
-      excess += std::max(own - taken[r].back().weight, 0.0) - own;
+      TORCH_CHECK(0 <= ids[j] && ids[j] < rows.count, "a token of q is outside the row");
+      if (ids[j] == tokens[r]) q_token += probs[j];
+      if (const double own = weight(ids[j]); own > 0) {
+        taken[r].push_back({ids[j], probs[j] * mass});
+        excess += std::max(own - probs[j] * mass, 0.0) - own;
+      }
     }
-    const double p_token = weight(token[r]) / masses[r];
-    const double asked = uniform(key_of(accept, r), token[r]) * q_token;
+    const double p_token = weight(tokens[r]) / mass;
+    const double asked = uniform_of(random_bits({accept_keys[2 * r], accept_keys[2 * r + 1]}, tokens[r])) * q_token;
     if (std::abs(asked - p_token) <= kMassTie * p_token) continue;
     const bool is_accepted = asked < p_token;
     // A residual as light as that may be below reference.rejection.RESIDUAL_MASS_FLOOR.
-    if (!is_accepted && !(excess > 1e-6 * masses[r])) continue;
-    accepted.data_ptr<int64_t>()[r] = is_accepted;
+    if (!is_accepted && !(excess > 1e-6 * mass)) continue;
+    accepted[r] = is_accepted;
     lost[r] = !is_accepted;
   }
-  auto own = draw_rows(logits, largest, temperature, residual, 0, lost, taken, passes);
+  std::vector<int64_t> own = draw_rows(rows, kept, residual_keys, 0, lost, taken);
   for (int64_t r = 0; r < n; ++r)
-    if (lost[r] && own.data_ptr<int64_t>()[r] < 0) accepted.data_ptr<int64_t>()[r] = kUndecided;
+    if (lost[r] && own[r] < 0) accepted[r] = kUndecided;
   return {accepted, own};
 }
 
 void define_draws(py::module_& m) {
   using release = py::call_guard<py::gil_scoped_release>;
-  m.def("draw_full", &draw_full, release());
-  m.def("draw_narrow", &draw_narrow, release());
+  m.def("draw", &draw, release());
   m.def("argmax", &argmax, release());
   m.def("top_columns", &top_columns, release());
-  m.def("nucleus", &nucleus, release());
-  m.def("token_scores", &token_scores, release());
+  m.def("normalisers", &normalisers, release());
   m.def("decide", &decide, release());
 }

@@ -1,99 +1,110 @@
 """Choosing tokens from long rows of logits, compiled: what takes the place of torch's passes over a vocabulary.
 
-Each function answers as the torch code that it stands in for, for each row alone; a row that is *undecided* (-1: it holds no
-distribution, or comes so near to a tie that rounding could turn it) is to be given to that code.
+Each function answers as the torch code that it stands in for, for each row alone. A row is left *undecided* (-1) where it
+holds no distribution, or where it comes so near to a tie that the rounding of a sum or a logarithm could turn it: it is to
+be given to that code.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from outrider.kernels.cpu.build import build_module
 
 
 @dataclass(frozen=True)
+class Filters:
+    """How each of some rows is sampled: temperatures above 0, top_k (0 keeps all), and top_p in (0, 1]."""
+
+    temperatures: Sequence[float]
+    top_k: Sequence[int]
+    top_p: Sequence[float]
+
+    @classmethod
+    def none(cls, num_rows: int, temperatures: Sequence[float] | None = None) -> Filters:
+        """Everything is kept."""
+        return cls(temperatures or [1.0] * num_rows, [0] * num_rows, [1.0] * num_rows)
+
+    @property
+    def arguments(self) -> tuple[Sequence[float], Sequence[int], Sequence[float]]:
+        return self.temperatures, self.top_k, self.top_p
+
+
+@dataclass(frozen=True)
 class Draws:
-    """The compiled functions. Logits are [n, V] float32 on the CPU, tokens of a row side by side; tokens count from 0."""
+    """The compiled functions. ``rows`` are [V] float32 each, contiguous on the CPU, of one length; tokens count from 0."""
 
     module: ModuleType
     instruction_set: str  # "avx512" or "avx2"
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """The first of the largest logits of each row: [n] int64."""
-        columns: Tensor = self.module.argmax(logits, self.instruction_set)
+    def argmax(self, rows: Sequence[Tensor]) -> list[int]:
+        """The first of the largest logits of each row."""
+        columns: list[int] = self.module.argmax(rows, self.instruction_set)
         return columns
 
-    def draw(self, logits: Tensor, temperatures: Tensor, keys: Tensor, first_token: int = 0) -> Tensor:
-        """The columns that rows without filters draw, as ``reference.sampling.draw``: [n] int64.
+    def draw(
+        self, rows: Sequence[Tensor], filters: Filters, keys: Sequence[tuple[int, int]], first_token: int = 0
+    ) -> list[int]:
+        """The columns that ``reference.sampling.draw`` draws from what ``reference.transforms.filtered`` leaves.
 
         Args:
-            temperatures: [n] float64.
-            keys: [n, 2] int64, from ``noise.noise_keys``.
+            keys: from ``noise.noise_key``, one for each row.
             first_token: what column 0 stands for.
         """
-        columns: Tensor = self.module.draw_full(logits, temperatures, keys, first_token, self.instruction_set)
+        columns: list[int] = self.module.draw(
+            rows, *filters.arguments, _flat(keys), first_token, self.instruction_set
+        )
         return columns
 
-    def draw_narrow(self, token_ids: Tensor, scores: Tensor, keys: Tensor) -> Tensor:
-        """``reference.sampling.gumbel_argmax``, for rows that are not long. token_ids [n, s] -> [n] int64"""
-        tokens: Tensor = self.module.draw_narrow(token_ids.contiguous(), scores.contiguous(), keys)
-        return tokens
-
-    def top_columns(self, logits: Tensor, count: int) -> Tensor:
-        """``reference.transforms.top_columns``, for rows without NaNs: [n, min(count, V)] int64."""
-        if count >= logits.shape[-1]:
-            return torch.arange(logits.shape[-1]).expand(logits.shape)
-        columns: Tensor = self.module.top_columns(logits, count, self.instruction_set)
-        return columns
-
-    def nucleus(self, logits: Tensor, temperatures: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What top-p keeps.
-
-        Args:
-            temperatures, top_p: [n] float64; top_p below 1.
-
-        Returns:
-            How many each row keeps, [n] int64; -1 also where those are most of the row. Columns [n, w] int64, each row's
-            as far as its width of ``batched.rows`` in ascending order, and whether the row keeps them, [n, w] bool.
+    def top_columns(self, rows: Sequence[Tensor], filters: Filters, count: int) -> tuple[Tensor, list[int]]:
+        """The ``count`` first of each row's ranking that the filters keep: [n, min(count, V)] int64, each row's ascending
+        and as far as there are so many; and how many there are.
         """
-        kept, columns, flags = self.module.nucleus(logits, temperatures, top_p, self.instruction_set)
-        return kept, columns, flags
+        columns, sizes = self.module.top_columns(rows, *filters.arguments, count, self.instruction_set)
+        return columns, sizes
 
-    def normalisers(self, logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """log(sum(exp(logits / temperature))) [n] float64, and how many logits are above the tokens' [n] int64.
-
-        Each row holds a distribution.
+    def normalisers(
+        self, rows: Sequence[Tensor], filters: Filters, tokens: Sequence[int]
+    ) -> tuple[list[float], list[int], list[int]]:
+        """log(sum(exp(logit / temperature))) over what each row keeps, how many logits are above the token's, and how many
+        the row keeps.
         """
-        normalisers, above = self.module.token_scores(logits, temperatures, tokens, self.instruction_set)
-        return normalisers, above
+        found: tuple[list[float], list[int], list[int]] = self.module.normalisers(
+            rows, *filters.arguments, tokens, self.instruction_set
+        )
+        return found
 
     def decide(
         self,
-        logits: Tensor,
-        temperatures: Tensor,  # [n] float64
-        tokens: Tensor,
-        draft_ids: Tensor,
-        draft_probs: Tensor,
-        accept_keys: Tensor,
-        residual_keys: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """``reference.rejection.decide`` for rows without filters: accepted [n] int64 (1, 0 or -1), own [n] int64."""
+        rows: Sequence[Tensor],
+        filters: Filters,
+        tokens: Sequence[int],
+        draft_ids: Tensor,  # [n, m] int64
+        draft_probs: Tensor,  # [n, m] float64
+        accept_keys: Sequence[tuple[int, int]],
+        residual_keys: Sequence[tuple[int, int]],
+    ) -> tuple[list[int], list[int]]:
+        """``reference.rejection.decide`` on what the filters leave: accepted (1, 0 or -1), and own."""
         accepted, own = self.module.decide(
-            logits,
-            temperatures,
+            rows,
+            *filters.arguments,
             tokens,
             draft_ids.contiguous(),
             draft_probs.contiguous(),
-            accept_keys,
-            residual_keys,
+            _flat(accept_keys),
+            _flat(residual_keys),
             self.instruction_set,
         )
         return accepted, own
+
+
+def _flat(keys: Sequence[tuple[int, int]]) -> list[int]:
+    return [half for key in keys for half in key]
 
 
 @functools.cache

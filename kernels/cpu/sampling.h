@@ -154,13 +154,15 @@ TARGET int64_t count_above(const float* logits, int64_t count, float value) {
   return found;
 }
 
-// Appends to `found` what is above `value`.
-TARGET void collect_above(const float* logits, int64_t begin, int64_t end, float value, std::vector<Entry>& found) {
-  for (int64_t i = begin; i < end; i += LANES)
-    for (uint32_t bits = above(logits_at(logits, i, end), set(value)); bits; bits &= bits - 1) {
+// Appends to `found` what is above `low`, but not above `high`.
+TARGET void collect_between(const float* logits, int64_t count, float low, float high, std::vector<Entry>& found) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    const vec v = logits_at(logits, i, count);
+    for (uint32_t bits = above(v, set(low)) & ~above(v, set(high)); bits; bits &= bits - 1) {
       const int64_t column = i + __builtin_ctz(bits);
-      found.push_back({logits[column], column});
+      found.push_back({logits[column], column, 0});
     }
+  }
 }
 
 // From `begin` on, appends to `found` what is above `value`, until it holds `room` more or the row ends. Returns where it
@@ -173,7 +175,7 @@ TARGET int64_t collect_some(
     uint32_t bits = above(logits_at(logits, i, end), set(value));
     for (; bits; bits &= bits - 1) {
       const int64_t column = i + __builtin_ctz(bits);
-      found.push_back({logits[column], column});
+      found.push_back({logits[column], column, 0});
     }
   }
   return i < end ? i : end;

@@ -88,6 +88,11 @@ def noise_keys(
         noise_key(seed, choice, position, purpose, prefix_hash)
         for seed, choice, position, prefix_hash in zip(seeds, choices, positions, hashes, strict=True)
     ]
+    return key_tensor(keys)
+
+
+def key_tensor(keys: Sequence[tuple[int, int]]) -> Tensor:
+    """Keys as a tensor: [n, 2] int64, of the same bits."""
     return torch.tensor([(_signed(first), _signed(second)) for first, second in keys], dtype=torch.int64).view(-1, 2)
 
 
@@ -124,21 +129,17 @@ def gumbel_rows(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 def uniforms(key: tuple[int, int], token_ids: Tensor) -> Tensor:
     """Uniforms of one key: [s] int64 token ids → [s] float64 in the open interval (0, 1)."""
-    return uniform_rows(_key_tensor(key), token_ids)[0]
+    return uniform_rows(key_tensor([key]), token_ids)[0]
 
 
 def gumbel(key: tuple[int, int], token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise of one key: [s] int64 token ids → [s] float64."""
-    return gumbel_rows(_key_tensor(key), token_ids)[0]
+    return gumbel_rows(key_tensor([key]), token_ids)[0]
 
 
 def uniform(key: tuple[int, int], token_id: int) -> float:
     """The uniform of one key and token."""
     return float(uniforms(key, torch.tensor([token_id]))[0])
-
-
-def _key_tensor(key: tuple[int, int]) -> Tensor:
-    return torch.tensor([[_signed(key[0]), _signed(key[1])]], dtype=torch.int64)
 
 
 def _mix(bits: Tensor, scratch: Tensor) -> None:

@@ -22,7 +22,7 @@ from outrider.core.plan import RankReport, StepPlan
 from outrider.core.sampling import Sampling
 from outrider.kernels.batched.best import BestRows, best_of
 from outrider.kernels.batched.logprobs import score
-from outrider.kernels.batched.wide import take
+from outrider.kernels.batched.rows import take
 from outrider.kernels.reference.verify import pairs_suffice
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.parallel import Parallel
@@ -164,7 +164,7 @@ class RankStep:
         values, tokens = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
         if best and logits is not None:
             spans = [BestRows(span.start, span.stop, span.sequence.sampling, span.first_position) for span in best]
-            values, tokens = best_of(logits, self.engine.vocab_offset, spans)
+            values, tokens = best_of(logits, self.engine.vocab_offset, spans, is_alone=self.parallel.world_size == 1)
         num_best = len(tokens)
         report = [admission.digest.num_sequences, admission.digest.checksum]
         packed = torch.cat([torch.tensor(report, dtype=torch.int64), values.view(torch.int64), tokens])
@@ -174,7 +174,8 @@ class RankStep:
         reports = tuple(RankReport(rank, int(row[0]), int(row[1])) for rank, row in enumerate(gathered))
         full_logits = None
         if full and logits is not None:
-            full_logits = self.engine.gather_logits(take(logits, [i for span in full for i in range(span.start, span.stop)]))
+            indices = [i for span in full for i in range(span.start, span.stop)]
+            full_logits = self.engine.gather_logits(take(logits, indices))
         return Exchanged(
             reports,
             gathered[:, 2 : 2 + num_best].contiguous().view(torch.float64) if best else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,12 @@ from outrider.controls import RowText
 from outrider.core.logprobs import LogprobsMode, TokenLogprobs
 from outrider.core.sampling import Sampling, Verifier
 from outrider.kernels.batched import verify as batched_verify
+from outrider.kernels.batched import wide
 from outrider.kernels.batched.data import Ask, Chain, Outcome
 from outrider.kernels.batched.draft import Draw, draw
 from outrider.kernels.batched.logprobs import score
 from outrider.kernels.batched.verify import verify
+from outrider.kernels.cpu.draws import load_draws
 from outrider.kernels.reference import draft
 from outrider.kernels.reference.chain import draw_from, token_logprobs, verify_one
 from outrider.kernels.reference.distribution import distribution
@@ -27,6 +30,18 @@ from outrider.kernels.reference.transforms import truncate
 from outrider.kernels.reference.verify import verify_chain
 
 from .strategies import CONTROL_VALUES, VOCAB_SIZE, masks, row_of, samplings, texts
+
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "compiled"])
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rows that torch handles, and rows for which passes over the vocabulary are compiled, where they can be."""
+    if request.param == "compiled" and load_draws() is None:
+        pytest.skip("no compiled kernels here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide, "MIN_WIDTH", 1 if request.param == "compiled" else 1 << 60)
+        yield
+
 
 EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True)
 

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.core.sampling import Sampling, Verifier
+from outrider.kernels.batched.best import BestRows, best_of
 from outrider.kernels.reference import vocab_parallel as parallel
 from outrider.kernels.reference.errors import InvalidLogitsError
 from outrider.kernels.reference.verify import verify_chain
@@ -69,6 +71,35 @@ def test_a_full_vocabulary_in_slices(verifier: str, world_size: int) -> None:
     first = verify_chain(logits[:1], [], None, **whole).next_token
     for tokens in ([first], [first + 1]):
         assert split_verdict(logits, cuts, tokens, verifier, 0.8) == verify_chain(logits, tokens, None, **whole)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("offset", [0, 75_968])
+def test_rows_of_many_sequences_are_each_what_local_best_gives(offset: int, is_alone: bool) -> None:
+    """On long rows, whose passes may be compiled: bit for bit, and rows without a distribution too."""
+    generator = torch.Generator().manual_seed(offset)
+    logits = torch.randn(12, 20_000, generator=generator) * 3
+    logits[4, 77], logits[5, 3], logits[6] = math.nan, math.inf, -math.inf
+    logits[7:9] = 3e12  # ties that rounding decides
+    spans, expected, at = [], [], 0
+    for number, count in enumerate((1, 3, 3, 2, 1, 2)):
+        verifier = Verifier.GREEDY if number in (1, 4) else Verifier.COUPLED
+        temperature = 0.0 if verifier is Verifier.GREEDY else 0.5 + number
+        sampling = Sampling(temperature=temperature, verifier=verifier, seed=number, choice=number % 2)
+        spans.append(BestRows(at, at + count, sampling, 10 * number))
+        name = {"first_position": 10 * number, "seed": number, "choice": number % 2, "verifier": verifier.label}
+        expected.append(parallel.local_best(logits[at : at + count], offset, temperature=temperature, **name))
+        at += count
+    values, tokens = best_of(logits, offset, spans, is_alone=is_alone)
+    assert values.dtype == torch.float64
+    expected_values, expected_tokens = (torch.cat(part) for part in zip(*expected, strict=True))
+    usable = expected_values.isfinite()
+    assert int(usable.sum()) == 9
+    assert torch.equal(tokens[usable], expected_tokens[usable])
+    assert torch.equal(parallel.combine_best(values[None], tokens[None]) < 0, ~usable)
+    if not is_alone:
+        assert torch.equal(values.view(torch.int64), expected_values.view(torch.int64))
+        assert torch.equal(tokens, expected_tokens)
 
 
 def test_where_pairs_suffice() -> None:
