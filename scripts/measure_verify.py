@@ -2,8 +2,8 @@
 
     python scripts/measure_verify.py [--vocab 151936] [--rows 1 5 40] [--repeat 9] [--threads 1]
 
-Medians. "target" is what the leader's ``verify`` part does behind the head (the exchange of one rank, and the decision),
-chains of one row each; "draft" what a draft worker draws from its own rows.
+Medians. "target pairs" is what one rank brings to the exchange for greedy and plain coupled rows; "target" is the
+decision from whole rows, for chains of one proposal and two rows each; "draft" what a draft worker draws from as many.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def rows_like_a_model(num_rows: int, vocab_size: int) -> torch.Tensor:
 
 def from_pairs(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     """The exchange of ranks that send pairs: each row is a sequence of its own."""
-    values, tokens = best_of(logits, 0, [BestRows(i, i + 1, sampling, len(TEXT)) for i in range(len(logits))], is_alone=True)
+    values, tokens = best_of(
+        logits, 0, [BestRows(i, i + 1, sampling, len(TEXT)) for i in range(len(logits))], is_alone=True
+    )
     return combine_best(values[None], tokens[None]).tolist()
 
 

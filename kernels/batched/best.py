@@ -1,5 +1,5 @@
-"""A rank's part of the argmax that decides greedy and unfiltered coupled rows (``reference.vocab_parallel``), for rows of
-many sequences at once."""
+"""A rank's part of the argmax that decides greedy and unfiltered coupled rows, for rows of many sequences at once.
+``reference.vocab_parallel`` is the definition."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def _columns(logits: Tensor, vocab_offset: int, every: _Places) -> list[int]:
     if coupled:
         chosen = [every[at] for at in coupled]
         filters = Filters.none(len(chosen), [span.sampling.temperature for _, span, _ in chosen])
-        found += draws.draw([logits[row] for row, _, _ in chosen], filters, [_key(*one) for one in chosen], vocab_offset)
+        found += draws.draw(
+            [logits[row] for row, _, _ in chosen], filters, [_key(*one) for one in chosen], vocab_offset
+        )
     for at, column in zip([*greedy, *coupled], found, strict=True):
         columns[at] = column
     return columns

@@ -93,7 +93,8 @@ def _draw_wide(
 
 def _draw_each(part: _Part, members: Sequence[int], top_m: int) -> dict[int, Draw]:
     """What usable rows ``members`` propose, by index."""
-    rows, draws = part.rows, {}
+    rows = part.rows
+    draws: dict[int, Draw] = {}
     greedy = [i for i in members if rows[i].sampling.verifier is Verifier.GREEDY]
     if greedy:
         tokens = take(part.logits, greedy).max(dim=-1).indices.tolist()

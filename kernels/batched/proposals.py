@@ -26,8 +26,8 @@ def draft_matrix(proposals: Mapping[int, Proposal], vocab_size: int) -> tuple[li
         proposals: by whatever names their rows.
 
     Returns:
-        The names of those proposals, ascending, and their q rows, padded: ids [n, m] int64, probabilities [n, m] float64,
-        normalised; on the device that they came on.
+        The names of those proposals, ascending, and their q rows, padded: ids [n, m] int64, probabilities [n, m]
+        float64, normalised; on the device that they came on.
     """
     by_size: dict[int, list[tuple[int, int, Tensor, Tensor]]] = {}
     for name, proposal in proposals.items():

@@ -12,7 +12,7 @@ may take the place of either.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,11 +21,11 @@ from torch import Tensor
 from outrider.controls import RowText, by_name
 from outrider.core.logprobs import LogprobsMode, TokenLogprobs
 from outrider.core.sampling import Verifier
-from outrider.kernels.batched.data import Chain, Outcome
 from outrider.kernels.batched import wide
+from outrider.kernels.batched.data import Chain, Outcome
+from outrider.kernels.batched.draft import row_keys
 from outrider.kernels.batched.logprobs import score_rows, support_logprobs, wide_logprobs
 from outrider.kernels.batched.proposals import Proposal, draft_matrix
-from outrider.kernels.batched.draft import row_keys
 from outrider.kernels.batched.rows import Group, Row, processed, supports, take, take_support
 from outrider.kernels.reference import rejection, sampling
 from outrider.kernels.reference.errors import invalid_logits, nothing_allowed

@@ -1,7 +1,7 @@
 """Long rows on a CPU, where passes over a vocabulary are compiled (``kernels.cpu.draws``).
 
-What is compiled leaves a row undecided rather than to answer otherwise than torch; such rows are not in the answers here,
-and torch decides them.
+What is compiled leaves a row undecided rather than to answer otherwise than torch; such rows are not in the answers
+here, and torch decides them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from outrider.kernels.reference.noise import Purpose
 
 # Shorter rows cost torch no more than the calls do, and processes that see no others need no compiler.
 MIN_WIDTH = 1 << 12
+
+
+def prepare(width: int, device: torch.device) -> None:
+    """Build or load what rows of a width take, before anyone waits for one."""
+    if device.type == "cpu" and width >= MIN_WIDTH:
+        load_draws()
 
 
 def wide_draws(logits: Tensor) -> Draws | None:
@@ -49,9 +55,7 @@ def filters_of(rows: Sequence[Row], is_raw: Sequence[bool] | None = None) -> Fil
     return Filters([s.temperature for s in settings], [s.top_k for s in settings], [s.top_p for s in settings])
 
 
-def keys_of(
-    rows: Sequence[Row], purpose: Purpose, prefix_hashes: Sequence[int] | None = None
-) -> list[tuple[int, int]]:
+def keys_of(rows: Sequence[Row], purpose: Purpose, prefix_hashes: Sequence[int] | None = None) -> list[tuple[int, int]]:
     """The keys of rows' random numbers."""
     hashes = [0] * len(rows) if prefix_hashes is None else prefix_hashes
     return [

@@ -1,8 +1,8 @@
 """Choosing tokens from long rows of logits, compiled: what takes the place of torch's passes over a vocabulary.
 
-Each function answers as the torch code that it stands in for, for each row alone. A row is left *undecided* (-1) where it
-holds no distribution, or where it comes so near to a tie that the rounding of a sum or a logarithm could turn it: it is to
-be given to that code.
+Each function answers as the torch code that it stands in for, for each row alone. A row is left *undecided* (-1) where
+it holds no distribution, or where it comes so near to a tie that the rounding of a sum or a logarithm could turn it: it
+is to be given to that code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Filters:
 
 @dataclass(frozen=True)
 class Draws:
-    """The compiled functions. ``rows`` are [V] float32 each, contiguous on the CPU, of one length; tokens count from 0."""
+    """The compiled functions. ``rows`` are [V] float32 each, contiguous on the CPU, of one length."""
 
     module: ModuleType
     instruction_set: str  # "avx512" or "avx2"
@@ -56,14 +56,12 @@ class Draws:
             keys: from ``noise.noise_key``, one for each row.
             first_token: what column 0 stands for.
         """
-        columns: list[int] = self.module.draw(
-            rows, *filters.arguments, _flat(keys), first_token, self.instruction_set
-        )
+        columns: list[int] = self.module.draw(rows, *filters.arguments, _flat(keys), first_token, self.instruction_set)
         return columns
 
     def top_columns(self, rows: Sequence[Tensor], filters: Filters, count: int) -> tuple[Tensor, list[int]]:
-        """The ``count`` first of each row's ranking that the filters keep: [n, min(count, V)] int64, each row's ascending
-        and as far as there are so many; and how many there are.
+        """The ``count`` first of each row's ranking that the filters keep: [n, min(count, V)] int64, each row's
+        ascending and as far as there are so many; and how many there are.
         """
         columns, sizes = self.module.top_columns(rows, *filters.arguments, count, self.instruction_set)
         return columns, sizes
@@ -71,8 +69,8 @@ class Draws:
     def normalisers(
         self, rows: Sequence[Tensor], filters: Filters, tokens: Sequence[int]
     ) -> tuple[list[float], list[int], list[int]]:
-        """log(sum(exp(logit / temperature))) over what each row keeps, how many logits are above the token's, and how many
-        the row keeps.
+        """log(sum(exp(logit / temperature))) over what each row keeps, how many logits are above the token's, and how
+        many the row keeps.
         """
         found: tuple[list[float], list[int], list[int]] = self.module.normalisers(
             rows, *filters.arguments, tokens, self.instruction_set

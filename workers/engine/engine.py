@@ -13,6 +13,7 @@ from outrider.cluster.config import EngineConfig
 from outrider.core.end_tokens import end_token_ids
 from outrider.core.errors import ConfigError
 from outrider.core.fingerprint import read_vocab, vocab_fingerprint, vocab_size
+from outrider.kernels.batched.wide import prepare
 from outrider.workers.engine.attention import STEP_KEYWORD, AttentionStep
 from outrider.workers.engine.batch import Limits, PackedRows, RowBuffers, SequenceRows
 from outrider.workers.engine.kv_cache import KVCache, default_num_blocks, free_memory
@@ -69,6 +70,7 @@ class Engine:
             self._cache_dtype = getattr(torch, config.kv_cache_dtype)
         # oneDNN takes no fewer; padding once is cheaper than in each linear layer.
         self._min_rows = 1 if self._format.kernels is not None else MIN_ROWS
+        prepare(self.vocab_size, self.device)
         self.vocab_offset = self._head.vocab_offset
         self.local_vocab_size = self._head.local_vocab_size
         self.num_blocks, self.max_model_len = self._size_cache(config, shape)

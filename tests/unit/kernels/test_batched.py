@@ -32,7 +32,6 @@ from outrider.kernels.reference.verify import verify_chain
 from .strategies import CONTROL_VALUES, VOCAB_SIZE, masks, row_of, samplings, texts
 
 
-
 @pytest.fixture(scope="module", autouse=True, params=["torch", "compiled"])
 def _way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rows that torch handles, and rows for which passes over the vocabulary are compiled, where they can be."""

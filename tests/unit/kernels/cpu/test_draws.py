@@ -161,10 +161,10 @@ def test_bounds_of_the_noise_hold_at_its_ends(draws: Draws) -> None:
             tensor = noise.key_tensor([(first, second)])
             assert float(noise.uniform_rows(tensor, torch.tensor([column]))[0, 0]) == (top + 0.5) * 2.0**-52
             for gap in range(-40, 41, 4):
-                logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(column))
-                logits[0, column] = gap
-                expected = sampling.gumbel_argmax(torch.arange(300), logits.double(), tensor).tolist()
-                for top_k in (0, 299):
+                logits = torch.randn(1, 301, generator=torch.Generator().manual_seed(column))
+                logits[0, column], logits[0, 300] = gap, -math.inf
+                expected = sampling.gumbel_argmax(torch.arange(301), logits.double(), tensor).tolist()
+                for top_k in (0, 300):
                     settings_ = Filters([1.0], [top_k], [1.0])
                     assert draws.draw(logits.unbind(), settings_, [(first, second)]) == expected
 
