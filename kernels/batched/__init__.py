@@ -3,6 +3,8 @@
 - ``verify.verify``: chains to outcomes, with log-probabilities.
 - ``draft.draw``: what a draft proposes.
 - ``logprobs.score``: the log-probabilities of given tokens, as of a prompt.
+- ``best``: a rank's part of an argmax over all ranks.
+- ``wide``: long rows on a CPU, whose passes over the vocabulary are compiled.
 - ``rows``: masks, controls and filters for rows of mixed settings.
 
 Same definitions as ``kernels.reference``, which is written to be read and is what these are tested against. Everything

@@ -1,4 +1,4 @@
-"""Kernels for CPUs: bfloat16 and int8 linear layers, norms, rotary embedding, SwiGLU and paged attention.
+"""Kernels for CPUs: bfloat16 and int8 linear layers, norms, rotary embedding, SwiGLU, paged attention, and draws.
 
 Row-invariant: what a row gives does not depend, by bits, on the rows beside it.
 """

@@ -34,7 +34,13 @@ from outrider.kernels.reference.errors import InvalidLogitsError
 from outrider.kernels.reference.noise import Purpose
 from outrider.kernels.reference.transforms import Support
 from outrider.kernels.reference.verdict import Verdict, Verdicts
-from outrider.kernels.reference.vocab_parallel import combine_best, local_best, pairs_suffice, verify_best
+from outrider.kernels.reference.vocab_parallel import (
+    combine_best,
+    local_best,
+    pairs_suffice,
+    verify_best,
+    verify_own,
+)
 
 __all__ = [
     "InvalidLogitsError",
@@ -46,6 +52,7 @@ __all__ = [
     "verify_best",
     "verify_chain",
     "verify_chains",
+    "verify_own",
 ]
 
 VERIFIERS = ("greedy", "rejection", "coupled")

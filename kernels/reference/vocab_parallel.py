@@ -91,7 +91,18 @@ def verify_best(values: Tensor, tokens: Tensor, draft_tokens: Sequence[int], *, 
     """
     if values.shape != tokens.shape or values.shape[-1] != len(draft_tokens) + 1:
         raise ValueError(f"{len(draft_tokens)} proposals need {len(draft_tokens) + 1} pairs, not {tuple(values.shape)}")
-    own = combine_best(values, tokens).tolist()
+    return verify_own(combine_best(values, tokens).tolist(), draft_tokens, first_position=first_position)
+
+
+def verify_own(own: Sequence[int], draft_tokens: Sequence[int], *, first_position: int = 0) -> Verdict:
+    """``verify_best`` from what ``combine_best`` gave for the chain's rows, as numbers.
+
+    Raises:
+        InvalidLogitsError: a row that is needed holds no distribution.
+        ValueError: shapes that do not fit.
+    """
+    if len(own) != len(draft_tokens) + 1:
+        raise ValueError(f"{len(draft_tokens)} proposals need {len(draft_tokens) + 1} tokens, not {len(own)}")
     num_accepted = 0
     while num_accepted < len(draft_tokens) and own[num_accepted] == draft_tokens[num_accepted] >= 0:
         num_accepted += 1

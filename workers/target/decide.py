@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from outrider.grammar import GrammarError, Matcher
 from outrider.kernels.batched.data import Chain, Outcome
 from outrider.kernels.batched.verify import verify
 from outrider.kernels.reference.errors import InvalidLogitsError
-from outrider.kernels.reference.verify import Verdict, verify_best
+from outrider.kernels.reference.verify import Verdict, combine_best, verify_own
 from outrider.workers.target.step import Admission, Exchanged, Rows, needs_best_only, verified_rows
 
 
@@ -59,6 +59,9 @@ def decide(
     for refused in admission.refused:
         results[refused.index] = _error(refused.plan, SequenceError.INVALID_PLAN, refused.message)
     deadline = time.monotonic() + patience_s
+    own: list[int] = []  # the best token of each row that pairs decide
+    if exchanged.best_values is not None and exchanged.best_tokens is not None:
+        own = combine_best(exchanged.best_values, exchanged.best_tokens).tolist()
     taken = {True: 0, False: 0}  # rows of either tensor that earlier sequences took, whatever became of those
     chains: list[tuple[Rows, Chain, _Mask | None]] = []
     for span in verified_rows(admission.admitted):
@@ -68,7 +71,7 @@ def decide(
         taken[best_only] = stop = start + span.stop - span.start
         try:
             if best_only:
-                verdict = _from_pairs(span, exchanged, slice(start, stop))
+                verdict = _from_pairs(span, own[start:stop])
                 outcome = Outcome(verdict.num_accepted, verdict.next_token)
                 results[sequence.index] = _result(span, outcome, None)
             else:
@@ -88,16 +91,11 @@ def decide(
     return tuple(results)
 
 
-def _from_pairs(span: Rows, exchanged: Exchanged, rows: slice) -> Verdict:
-    if exchanged.best_values is None or exchanged.best_tokens is None:
+def _from_pairs(span: Rows, own: Sequence[int]) -> Verdict:
+    if not own:
         raise RuntimeError("the ranks exchanged no pairs")
     try:
-        return verify_best(
-            exchanged.best_values[:, rows],
-            exchanged.best_tokens[:, rows],
-            span.sequence.plan.proposal,
-            first_position=span.first_position,
-        )
+        return verify_own(own, span.sequence.plan.proposal, first_position=span.first_position)
     except InvalidLogitsError as error:
         raise _Undecided(SequenceError.INVALID_LOGITS, str(error)) from error
 

@@ -165,24 +165,31 @@ class RankStep:
         if best and logits is not None:
             spans = [BestRows(span.start, span.stop, span.sequence.sampling, span.first_position) for span in best]
             values, tokens = best_of(logits, self.engine.vocab_offset, spans, is_alone=self.parallel.world_size == 1)
-        num_best = len(tokens)
-        report = [admission.digest.num_sequences, admission.digest.checksum]
-        packed = torch.cat([torch.tensor(report, dtype=torch.int64), values.view(torch.int64), tokens])
-        gathered = torch.stack(
-            [part.cpu() for part in self.parallel.gather(packed.to(self.engine.device))]
-        )  # [world_size, 2 + 2 * num_best] int64
-        reports = tuple(RankReport(rank, int(row[0]), int(row[1])) for rank, row in enumerate(gathered))
+        reports, all_values, all_tokens = self._share(admission.digest, values, tokens)
         full_logits = None
         if full and logits is not None:
             indices = [i for span in full for i in range(span.start, span.stop)]
             full_logits = self.engine.gather_logits(take(logits, indices))
         return Exchanged(
             reports,
-            gathered[:, 2 : 2 + num_best].contiguous().view(torch.float64) if best else None,
-            gathered[:, 2 + num_best :] if best else None,
+            all_values if best else None,
+            all_tokens if best else None,
             full_logits,
             self._score(admission.admitted, computed.scored),
         )
+
+    def _share(self, digest: Digest, values: Tensor, tokens: Tensor) -> tuple[tuple[RankReport, ...], Tensor, Tensor]:
+        """What every rank holds, and its pairs, [num_best] each here and [world_size, num_best] there."""
+        report = [digest.num_sequences, digest.checksum]
+        if self.parallel.world_size == 1:
+            return (RankReport(0, *report),), values[None], tokens[None]
+        packed = torch.cat([torch.tensor(report, dtype=torch.int64), values.view(torch.int64), tokens])
+        gathered = torch.stack(
+            [part.cpu() for part in self.parallel.gather(packed.to(self.engine.device))]
+        )  # [world_size, 2 + 2 * num_best] int64
+        reports = tuple(RankReport(rank, int(row[0]), int(row[1])) for rank, row in enumerate(gathered))
+        num_best = len(tokens)
+        return reports, gathered[:, 2 : 2 + num_best].contiguous().view(torch.float64), gathered[:, 2 + num_best :]
 
     def _score(
         self, admitted: Sequence[Admitted], hidden: Tensor | None
