@@ -88,17 +88,20 @@ std::vector<int64_t> draw_rows(
   std::vector<int64_t> columns(rows.size, kUndecided);
   const int64_t blocks = (rows.count + kBoundsBlock - 1) / kBoundsBlock;
   std::vector<float> tops(rows.size * blocks);
+  bool is_any_full = false;
+  for (int64_t r = 0; r < rows.size; ++r) is_any_full |= wanted[r] && kept[r].is_full;
   const auto row_of = [&](int64_t r) {
     const NoiseKey key{keys[2 * r], keys[2 * r + 1]};
     return DrawRow{rows.data[r], rows.count, first_token, key, rows.largest[r], rows.temperatures[r]};
   };
-  rows.for_chunks([&](int64_t r, int64_t begin, int64_t end, int64_t) {
+  const auto bound_blocks = [&](int64_t r, int64_t begin, int64_t end, int64_t) {
     if (!wanted[r] || !kept[r].is_full) return;
     const DrawRow row = row_of(r);
     for (int64_t from = begin; from < end; from += kBoundsBlock)
       tops[r * blocks + from / kBoundsBlock] =
           rows.passes.bounds_of(row, from, std::min(from + kBoundsBlock, end), nullptr);
-  });
+  };
+  if (is_any_full) rows.for_chunks(bound_blocks);
   for (int64_t r = 0; r < rows.size; ++r)
     if (wanted[r])
       columns[r] = kept[r].is_full ? draw_whole(row_of(r), tops.data() + r * blocks, taken[r], rows.passes)

@@ -130,13 +130,11 @@ struct Rows {
   }
 
   void find_largest() {
-    std::vector<float> parts(size * chunks);
-    largest.assign(size, -INFINITY);
-    for_chunks([&](int64_t r, int64_t begin, int64_t end, int64_t index) {
-      parts[index] = passes.largest_logit(data[r] + begin, end - begin);
+    largest.resize(size);
+    // A row takes less than it takes to wake a thread.
+    at::parallel_for(0, size, 8, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) largest[r] = passes.largest_logit(data[r], count);
     });
-    for (size_t index = 0; index < parts.size(); ++index)
-      largest[index / chunks] = std::max(largest[index / chunks], parts[index]);
   }
 
   void sample_with(
@@ -161,6 +159,9 @@ struct Rows {
   template <typename Wanted>
   std::vector<double> masses(const Wanted& wanted) const {
     std::vector<double> parts(size * chunks), found(size);
+    bool is_any = false;
+    for (int64_t r = 0; r < size; ++r) is_any |= wanted(r);
+    if (!is_any) return found;
     for_chunks([&](int64_t r, int64_t begin, int64_t end, int64_t index) {
       if (is_usual(r) && wanted(r)) parts[index] = passes.mass(data[r] + begin, end - begin, largest[r], temperatures[r]);
     });
