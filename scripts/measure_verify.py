@@ -2,20 +2,23 @@
 
     python scripts/measure_verify.py [--vocab 151936] [--rows 1 5 40] [--repeat 9] [--threads 1]
 
-Medians. "target pairs" is what one rank brings to the exchange for greedy and plain coupled rows; "target" is the
-decision from whole rows, for chains of one proposal and two rows each; "draft" what a draft worker draws from as many.
+Medians, with compiled passes and with torch alone. "pairs" is what decides greedy and plain coupled rows on one rank;
+"target" the decision from whole rows, without proposals, or with one that is "lost"; "draft" what a draft worker does.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from outrider.core.sampling import Sampling, Verifier
+from outrider.kernels.batched import wide
 from outrider.kernels.batched.best import BestRows, best_of
 from outrider.kernels.batched.data import Ask, Chain
 from outrider.kernels.batched.draft import draw
@@ -53,14 +56,43 @@ def from_pairs(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     return combine_best(values[None], tokens[None]).tolist()
 
 
-def median_ms(call: Callable[[], object], repeat: int) -> float:
-    call()
-    times = []
-    for _ in range(repeat):
+def medians_ms(call: Callable[[], object], repeat: int) -> tuple[float, float]:
+    """With compiled passes and with torch alone, by turns."""
+    widths = (wide.MIN_WIDTH, sys.maxsize)
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(2 * repeat + 2):
+        wide.MIN_WIDTH = widths[turn % 2]
         begun = time.perf_counter()
         call()
-        times.append(1000 * (time.perf_counter() - begun))
-    return statistics.median(times)
+        if turn > 1:
+            times[turn % 2].append(1000 * (time.perf_counter() - begun))
+    wide.MIN_WIDTH = widths[0]
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def report(name: str, calls: Sequence[Callable[[], object]], repeat: int) -> None:
+    pairs = [medians_ms(call, repeat) for call in calls]
+    print(f"{name:28}" + "".join(f"{compiled:10.3f} {plain:8.2f}" for compiled, plain in pairs), flush=True)
+
+
+def chains_of(rows: torch.Tensor, sampling: Sampling) -> list[Chain]:
+    """Chains of one row, without proposals."""
+    return [Chain(row[None], sampling, len(TEXT), (), (), TEXT) for row in rows]
+
+
+def judged(rows: torch.Tensor, near: torch.Tensor, sampling: Sampling) -> list[Chain]:
+    """Chains of one proposal each that is not accepted; what is behind it is not reached."""
+    asks = [Ask(sampling, len(TEXT), i, TEXT) for i in range(len(rows))]
+    chains = []
+    for row, drawn in zip(rows, draw(near, asks, top_m=64), strict=True):
+        if drawn is None or drawn.token_ids is None or drawn.probs is None:
+            raise RuntimeError("the draft sends no row")
+        q = torch.zeros(len(drawn.probs))
+        q[drawn.token_ids == drawn.token] = 1.0
+        low = row.clone()
+        low[drawn.token] = -20.0
+        chains.append(Chain(torch.stack([low, row]), sampling, len(TEXT), [drawn.token], [(drawn.token_ids, q)], TEXT))
+    return chains
 
 
 def main() -> None:
@@ -71,26 +103,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{'':28}" + "".join(f"{count:>6} rows" for count in args.rows))
+    print(f"{'':28}" + "".join(f"{count:>5} rows,    torch" for count in args.rows))
     batches = [rows_like_a_model(count, args.vocab) for count in args.rows]
     for way in ("greedy", "coupled"):
-        times = [median_ms(lambda rows=rows, way=way: from_pairs(rows, WAYS[way]), args.repeat) for rows in batches]
-        print(f"{'target pairs, ' + way:28}" + "".join(f"{value:11.3f}" for value in times), flush=True)
+        calls = [partial(from_pairs, rows, WAYS[way]) for rows in batches]
+        report(f"pairs, {way}", calls, args.repeat)
     for way, sampling in WAYS.items():
-        targets, drafts = [], []
-        for rows in batches:
-            asks = [Ask(sampling, len(TEXT), i, TEXT) for i in range(len(rows))]
-            near = rows + 0.3 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
-            drafts.append(median_ms(lambda near=near, asks=asks: draw(near, asks, top_m=64), args.repeat))
-            chains = []
-            for row, drawn in zip(rows, draw(near, asks, top_m=64), strict=True):
-                # Proposals are accepted or not; the row behind an accepted one is not part of what is measured.
-                q = [(drawn.token_ids, drawn.probs)] if sampling.verifier is Verifier.REJECTION else []  # type: ignore[union-attr]
-                logits = torch.stack([row, row])
-                chains.append(Chain(logits, sampling, len(TEXT), [drawn.token], q, TEXT))  # type: ignore[union-attr, arg-type]
-            targets.append(median_ms(lambda chains=chains: verify(chains), args.repeat))
-        print(f"{'target, ' + way:28}" + "".join(f"{value:11.3f}" for value in targets), flush=True)
-        print(f"{'draft, ' + way:28}" + "".join(f"{value:11.3f}" for value in drafts), flush=True)
+        report(f"target, {way}", [partial(verify, chains_of(rows, sampling)) for rows in batches], args.repeat)
+        asks = [[Ask(sampling, len(TEXT), i, TEXT) for i in range(count)] for count in args.rows]
+        calls = [partial(draw, rows, asked, top_m=64) for rows, asked in zip(batches, asks, strict=True)]
+        report(f"draft, {way}", calls, args.repeat)
+        if sampling.verifier is Verifier.REJECTION:
+            calls = [partial(verify, judged(rows, rows, sampling)) for rows in batches]
+            report(f"target, {way}, lost", calls, args.repeat)
 
 
 if __name__ == "__main__":
