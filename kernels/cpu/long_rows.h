@@ -10,7 +10,10 @@ constexpr double kMassTie = 1e-9;  // and masses and probabilities, relative to 
 constexpr double kSameProbability = 1e-12;  // scores so near may have one probability
 constexpr int64_t kUndecided = -1;
 constexpr int64_t kBoundsBlock = 256;  // tokens whose bounds are kept as one
-constexpr int64_t kChunk = 1 << 15;  // tokens that a thread takes at once; sums are over those, whatever the threads
+constexpr int64_t kChunk = 1 << 15;  // tokens that are gone through at once; sums are over those, whatever the threads
+// What a thread takes at least: half a millisecond or more. A thread may have to wait for a processor that another process
+// uses, and all wait for it then: a few rows are done sooner by one.
+constexpr int64_t kChunksOfThread = 32, kRowsOfThread = 8;
 
 // A token that a filter looks at; `weight` is exp((value - largest) / temperature).
 struct Entry {
@@ -113,7 +116,7 @@ struct Rows {
   // Calls function(row, begin, end, index) for each chunk of each row, on all threads.
   template <typename Function>
   void for_chunks(const Function& function) const {
-    at::parallel_for(0, size * chunks, 1, [&](int64_t first, int64_t last) {
+    at::parallel_for(0, size * chunks, kChunksOfThread, [&](int64_t first, int64_t last) {
       for (int64_t index = first; index < last; ++index) {
         const int64_t begin = index % chunks * kChunk;
         function(index / chunks, begin, std::min(begin + kChunk, count), index);
@@ -124,15 +127,14 @@ struct Rows {
   // Calls function(row) for each row, on all threads.
   template <typename Function>
   void for_rows(const Function& function) const {
-    at::parallel_for(0, size, 1, [&](int64_t first, int64_t last) {
+    at::parallel_for(0, size, kRowsOfThread, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) function(r);
     });
   }
 
   void find_largest() {
     largest.resize(size);
-    // A row takes less than it takes to wake a thread.
-    at::parallel_for(0, size, 8, [&](int64_t first, int64_t last) {
+    at::parallel_for(0, size, kRowsOfThread, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) largest[r] = passes.largest_logit(data[r], count);
     });
   }
