@@ -11,9 +11,9 @@ constexpr double kSameProbability = 1e-12;  // scores so near may have one proba
 constexpr int64_t kUndecided = -1;
 constexpr int64_t kBoundsBlock = 256;  // tokens whose bounds are kept as one
 constexpr int64_t kChunk = 1 << 15;  // tokens that are gone through at once; sums are over those, whatever the threads
-// What a thread takes at least: half a millisecond or more. A thread may have to wait for a processor that another process
-// uses, and all wait for it then: a few rows are done sooner by one.
-constexpr int64_t kChunksOfThread = 32, kRowsOfThread = 8;
+// What a thread takes at least: some milliseconds. A thread may have to wait for a processor that another process uses, and all
+// wait for it then: a few rows are done sooner by one.
+constexpr int64_t kChunksOfThread = 80, kRowsOfThread = 32;
 
 // A token that a filter looks at; `weight` is exp((value - largest) / temperature).
 struct Entry {
@@ -113,7 +113,7 @@ struct Rows {
     find_largest();
   }
 
-  // Calls function(row, begin, end, index) for each chunk of each row, on all threads.
+  // Calls function(row, begin, end, index) for each chunk of each row, on as many threads as that is worth.
   template <typename Function>
   void for_chunks(const Function& function) const {
     at::parallel_for(0, size * chunks, kChunksOfThread, [&](int64_t first, int64_t last) {
@@ -124,7 +124,7 @@ struct Rows {
     });
   }
 
-  // Calls function(row) for each row, on all threads.
+  // Calls function(row) for each row, on as many threads as that is worth.
   template <typename Function>
   void for_rows(const Function& function) const {
     at::parallel_for(0, size, kRowsOfThread, [&](int64_t first, int64_t last) {

@@ -291,4 +291,8 @@ def test_most_rows_are_decided(draws: Draws) -> None:
         accepted, _ = draws.decide(rows, chosen, tokens, draft_ids, draft_probs, *names)
         assert 20 < accepted.count(0) < 180
         assert accepted.count(-1) <= 2
-        assert draws.draw(rows, chosen, keys_of(2, 200)[0]).count(-1) <= 1
+        keys = keys_of(2, 200)[0]
+        drawn = draws.draw(rows, chosen, keys)  # by several threads
+        assert drawn.count(-1) <= 1
+        alone = Filters([1.0], [top_k], [top_p])
+        assert drawn == [draws.draw([row], alone, [key])[0] for row, key in zip(rows, keys, strict=True)]
