@@ -67,6 +67,8 @@ namespace amx {
 #define TARGET __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")))
 #include "amx.h"
 #include "units.h"
+#include "attention_parts.h"
+#include "tile_attention.h"
 #undef TARGET
 }  // namespace amx
 
