@@ -27,9 +27,10 @@ TARGET inline void transpose(__m512i* m, uint16_t* to, int64_t stride) {
   }
 }
 
-// 2^x within 3e-7 of it, for x up to 0; at 0 it is 1. A NaN stays one.
+// 2^x within 3e-7 of it, for x up to 0; at 0 it is 1, below -126 its value there: processors are slow at smaller numbers.
+// A NaN stays one.
 TARGET inline __m512 power_of_two(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-160.f), x);  // where it is 0 by far; the second operand wins where one is no number
+  x = _mm512_max_ps(_mm512_set1_ps(-126.f), x);  // the second operand wins where one is no number
   const __m512 n = avx512::round_to_int(x), r = _mm512_sub_ps(x, n);
   __m512 p = _mm512_set1_ps(1.32647273e-3f);
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.67151299e-3f));
@@ -62,24 +63,16 @@ TARGET inline void pair_values(const uint16_t* const* rows, int64_t count, int64
   }
 }
 
-// Where a tile of 16 positions' keys starts, and how far apart they lie.
-struct KeyTile {
-  const uint16_t* start;
-  int64_t bytes;
-};
-
-TARGET inline KeyTile key_tile(const uint16_t* const* rows, int64_t slot_stride, int64_t dim, uint16_t* spare) {
-  int64_t together = 1;
-  while (together < kTileRows && rows[together] == rows[0] + together * slot_stride) ++together;
-  if (together == kTileRows) return {rows[0], 2 * slot_stride};
-  for (int64_t i = 0; i < kTileRows; ++i) std::memcpy(spare + i * dim, rows[i], dim * sizeof(uint16_t));
-  return {spare, 2 * dim};
+// Keys beside each other, [positions][dim]: where they lie in the cache their lines get in each other's way.
+TARGET inline void gather_keys(const uint16_t* const* rows, int64_t count, int64_t dim, uint16_t* to) {
+  for (int64_t i = 0; i < count; ++i, to += dim)
+    for (int64_t d = 0; d < dim; d += 32) _mm512_store_si512(to + d, _mm512_loadu_si512(rows[i] + d));
 }
 
 // Scores of two or four tiles of positions with a tile of lanes: [positions][lanes]. Two tiles of keys take turns, so that one
 // is loaded while the other is multiplied.
 template <bool kFour>
-TARGET inline void multiply_keys(const KeyTile* keys, const uint16_t* queries, int64_t dim, float* scores) {
+TARGET inline void multiply_keys(const uint16_t* keys, const uint16_t* queries, int64_t dim, float* scores) {
   asm volatile("" : : : "memory");  // GCC's intrinsics claim to read no memory: what was stored is to be there
   _tile_zero(0);
   _tile_zero(1);
@@ -88,16 +81,16 @@ TARGET inline void multiply_keys(const KeyTile* keys, const uint16_t* queries, i
   for (int64_t d = 0; d < dim; d += 32, queries += 1024) {
     _tile_loadd(4, queries, 64);
     _tile_loadd(5, queries + 512, 64);
-    _tile_loadd(6, keys[0].start + d, keys[0].bytes);
+    _tile_loadd(6, keys + d, 2 * dim);
     _tile_dpbf16ps(0, 6, 4);
-    _tile_loadd(7, keys[1].start + d, keys[1].bytes);
+    _tile_loadd(7, keys + 16 * dim + d, 2 * dim);
     _tile_dpbf16ps(1, 7, 4);
     _tile_dpbf16ps(0, 6, 5);
     _tile_dpbf16ps(1, 7, 5);
     if constexpr (!kFour) continue;
-    _tile_loadd(6, keys[2].start + d, keys[2].bytes);
+    _tile_loadd(6, keys + 32 * dim + d, 2 * dim);
     _tile_dpbf16ps(2, 6, 4);
-    _tile_loadd(7, keys[3].start + d, keys[3].bytes);
+    _tile_loadd(7, keys + 48 * dim + d, 2 * dim);
     _tile_dpbf16ps(3, 7, 4);
     _tile_dpbf16ps(2, 6, 5);
     _tile_dpbf16ps(3, 7, 5);

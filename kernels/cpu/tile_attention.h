@@ -9,8 +9,14 @@
 // what a row does not see adds exact zeros to what it has. So neither the lane that a row gets nor the rows beside it show,
 // and one row takes the same way as many.
 
-constexpr int64_t kBlockPositions = 128;
-constexpr int64_t kMostLaneTiles = 6;  // rows that meet a block together: more would leave the second-level cache
+#ifndef BP
+#define BP 128
+#endif
+constexpr int64_t kBlockPositions = BP;
+#ifndef LT
+#define LT 6
+#endif
+constexpr int64_t kMostLaneTiles = LT;  // rows that meet a block together: more would leave the second-level cache
 
 struct TileAttention {
   const float* query;              // [n, heads, head_dim]
@@ -61,7 +67,7 @@ class TileScratch {
   int64_t dim() const { return dim_; }
 
   uint16_t* queries;  // [tiles of lanes][dim / 32][high, low]: 16 pairs of elements by 16 lanes
-  uint16_t* keys;     // [positions of a block][dim], of those that do not lie together in the cache
+  uint16_t* keys;     // [positions of a block][dim]
   uint16_t* values;   // [positions of a block / 32][dim / 16]: 16 pairs of positions by 16 elements
   uint16_t* weights;  // [positions of a block / 32][high, low][lanes of a tile][32]
   uint16_t* seen;     // [tiles of lanes][positions of a block]: a bit for each lane
@@ -185,20 +191,18 @@ TARGET inline void weigh_values_apart(int64_t tile, int64_t count, int64_t group
 }
 
 // A block of positions for all lanes of an item. masked: some lane does not see some of them.
-TARGET inline void attend_block(bool masked, int64_t first, int64_t count, int64_t group, int64_t lanes, int64_t slot_stride, TileScratch& s) {
+TARGET inline void attend_block(bool masked, int64_t first, int64_t count, int64_t group, int64_t lanes, TileScratch& s) {
   const int64_t dim = s.dim(), num_tiles = (lanes + kLanes - 1) / kLanes;
   if (masked) see(first, count, num_tiles, s);
   const bool torn = masked && hide_values(count, lanes, s);
-  KeyTile keys[kBlockPositions / kTileRows];
-  for (int64_t i = 0; i < count; i += kTileRows)
-    keys[i / kTileRows] = key_tile(s.key_rows + i, slot_stride, dim, s.keys + i * dim);
+  gather_keys(s.key_rows, count, dim, s.keys);
   if (!torn) pair_values(s.value_rows, count, dim, s.values);
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const uint16_t *queries = s.queries + 2 * tile * kLanes * dim, *seen = s.seen + tile * kBlockPositions;
     float *largest = s.largest + tile * kLanes, *totals = s.totals + tile * kLanes, *sums = s.out + tile * kLanes * dim;
     int64_t i = 0;
-    for (; i + 64 <= count; i += 64) multiply_keys<true>(keys + i / kTileRows, queries, dim, s.scores + i * kLanes);
-    if (i < count) multiply_keys<false>(keys + i / kTileRows, queries, dim, s.scores + i * kLanes);
+    for (; i + 64 <= count; i += 64) multiply_keys<true>(s.keys + i * dim, queries, dim, s.scores + i * kLanes);
+    if (i < count) multiply_keys<false>(s.keys + i * dim, queries, dim, s.scores + i * kLanes);
     if (masked) {
       weigh_scores<true>(s.scores, seen, count, dim, largest, totals, sums, s.weights);
     } else {
@@ -232,7 +236,7 @@ TARGET inline void attend_item(const TileAttention& a, const TileItem& item, Til
       s.key_rows[i] = there ? keys + offset : s.nothing;
       s.value_rows[i] = there ? values + offset : s.nothing;
     }
-    attend_block(first + count > clear, first, count, group, lanes, slot_stride, s);
+    attend_block(first + count > clear, first, count, group, lanes, s);
   }
   for (int64_t lane = 0; lane < lanes; ++lane) {
     float* to = a.out + ((item.first_row + lane / group) * a.heads + item.kv_head * group + lane % group) * dim;
