@@ -1,4 +1,5 @@
-// What attention on AMX tiles is made of, see tile_attention.h. Included in amx.h's namespace after units.h, with TARGET defined.
+// What attention on AMX tiles is made of, see tile_attention.h. Included in amx.h's namespace after units.h, with TARGET
+// defined.
 
 constexpr int64_t kLanes = 16;  // queries of a tile
 
@@ -47,8 +48,7 @@ TARGET inline bool finite(const uint16_t* values, int64_t count) {
   return true;
 }
 
-// Values in pairs of positions, as tiles take them: a weight of 0 does not silence what is no number, so that callers leave
-// those that no lane sees out.
+// Values in pairs of positions, as tiles take them.
 TARGET inline void pair_values(const uint16_t* const* rows, int64_t count, int64_t dim, uint16_t* to) {
   const __m512i low = _mm512_set_epi16(
       47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -63,16 +63,27 @@ TARGET inline void pair_values(const uint16_t* const* rows, int64_t count, int64
   }
 }
 
-// Keys beside each other, [positions][dim]: where they lie in the cache their lines get in each other's way.
-TARGET inline void gather_keys(const uint16_t* const* rows, int64_t count, int64_t dim, uint16_t* to) {
-  for (int64_t i = 0; i < count; ++i, to += dim)
-    for (int64_t d = 0; d < dim; d += 32) _mm512_store_si512(to + d, _mm512_loadu_si512(rows[i] + d));
+// A tile of 16 positions' keys, and how far apart they lie, in elements.
+struct KeyTile {
+  const uint16_t* start;
+  int64_t stride;
+};
+
+// The tile as it lies in the cache, where its keys lie `stride` apart. Else, and where several tiles of lanes meet it, a copy:
+// lines that lie so far apart drive each other out of the first-level cache.
+TARGET inline KeyTile key_tile(const uint16_t* const* rows, int64_t stride, bool is_met_often, int64_t dim, uint16_t* to) {
+  int64_t even = 1;
+  while (even < kTileRows && rows[even] == rows[0] + even * stride) ++even;
+  if (even == kTileRows && !is_met_often) return {rows[0], stride};
+  for (int64_t i = 0; i < kTileRows; ++i)
+    for (int64_t d = 0; d < dim; d += 32) _mm512_store_si512(to + i * dim + d, _mm512_loadu_si512(rows[i] + d));
+  return {to, dim};
 }
 
 // Scores of two or four tiles of positions with a tile of lanes: [positions][lanes]. Two tiles of keys take turns, so that one
 // is loaded while the other is multiplied.
 template <bool kFour>
-TARGET inline void multiply_keys(const uint16_t* keys, const uint16_t* queries, int64_t dim, float* scores) {
+TARGET inline void multiply_keys(const KeyTile* keys, const uint16_t* queries, int64_t dim, float* scores) {
   asm volatile("" : : : "memory");  // GCC's intrinsics claim to read no memory: what was stored is to be there
   _tile_zero(0);
   _tile_zero(1);
@@ -81,16 +92,16 @@ TARGET inline void multiply_keys(const uint16_t* keys, const uint16_t* queries, 
   for (int64_t d = 0; d < dim; d += 32, queries += 1024) {
     _tile_loadd(4, queries, 64);
     _tile_loadd(5, queries + 512, 64);
-    _tile_loadd(6, keys + d, 2 * dim);
+    _tile_loadd(6, keys[0].start + d, 2 * keys[0].stride);
     _tile_dpbf16ps(0, 6, 4);
-    _tile_loadd(7, keys + 16 * dim + d, 2 * dim);
+    _tile_loadd(7, keys[1].start + d, 2 * keys[1].stride);
     _tile_dpbf16ps(1, 7, 4);
     _tile_dpbf16ps(0, 6, 5);
     _tile_dpbf16ps(1, 7, 5);
     if constexpr (!kFour) continue;
-    _tile_loadd(6, keys + 32 * dim + d, 2 * dim);
+    _tile_loadd(6, keys[2].start + d, 2 * keys[2].stride);
     _tile_dpbf16ps(2, 6, 4);
-    _tile_loadd(7, keys + 48 * dim + d, 2 * dim);
+    _tile_loadd(7, keys[3].start + d, 2 * keys[3].stride);
     _tile_dpbf16ps(3, 7, 4);
     _tile_dpbf16ps(2, 6, 5);
     _tile_dpbf16ps(3, 7, 5);

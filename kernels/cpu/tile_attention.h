@@ -1,5 +1,5 @@
-// Paged attention on AMX tiles, over keys and values in bfloat16. Included in amx.h's namespace after attention_parts.h, with TARGET
-// defined.
+// Paged attention on AMX tiles, over keys and values in bfloat16. Included in amx.h's namespace after attention_parts.h, with
+// TARGET defined.
 //
 // Queries that share a key/value head, those of all its heads and of several rows of one sequence, are the lanes of tiles,
 // sixteen each. Positions go by in blocks with a running maximum and sum (Milakov, Gimelshein, arXiv 1805.02867; Dao et al.,
@@ -9,19 +9,13 @@
 // what a row does not see adds exact zeros to what it has. So neither the lane that a row gets nor the rows beside it show,
 // and one row takes the same way as many.
 
-#ifndef BP
-#define BP 128
-#endif
-constexpr int64_t kBlockPositions = BP;
-#ifndef LT
-#define LT 6
-#endif
-constexpr int64_t kMostLaneTiles = LT;  // rows that meet a block together: more would leave the second-level cache
+constexpr int64_t kBlockPositions = 64;
+constexpr int64_t kMostLaneTiles = 6;  // rows that meet a block together: more would leave the second-level cache
 
 struct TileAttention {
-  const float* query;              // [n, heads, head_dim]
-  const uint16_t *keys, *values;   // [slots, kv_heads, head_dim]
-  const int64_t *slots, *rows;     // as `attention` takes them
+  const float* query;             // [n, heads, head_dim]
+  const uint16_t *keys, *values;  // [slots, kv_heads, head_dim]
+  const int64_t *slots, *rows;    // as `attention` takes them
   int64_t heads, kv_heads, head_dim;
   float scale;
   float* out;  // [n, heads * head_dim]
@@ -138,8 +132,9 @@ TARGET inline void prepare(const TileAttention& a, const TileItem& item, int64_t
 TARGET inline void see(int64_t first, int64_t count, int64_t num_tiles, TileScratch& s) {
   const __m512i one = _mm512_set1_epi64(1);
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    const __m512i lengths = _mm512_load_si512(s.lengths + tile * kLanes), starts = _mm512_load_si512(s.starts + tile * kLanes);
-    const __m512i low = _mm512_load_si512(s.visible + tile * kLanes), high = _mm512_load_si512(s.visible + tile * kLanes + 8);
+    const int64_t lane = tile * kLanes;
+    const __m512i lengths = _mm512_load_si512(s.lengths + lane), starts = _mm512_load_si512(s.starts + lane);
+    const __m512i low = _mm512_load_si512(s.visible + lane), high = _mm512_load_si512(s.visible + lane + 8);
     for (int64_t i = 0; i < count; ++i) {
       const __m512i position = _mm512_set1_epi32(static_cast<int32_t>(first + i));
       const __m512i past = _mm512_sub_epi32(position, starts);  // a shift by 64 or more gives 0, and so does a negative one
@@ -191,18 +186,21 @@ TARGET inline void weigh_values_apart(int64_t tile, int64_t count, int64_t group
 }
 
 // A block of positions for all lanes of an item. masked: some lane does not see some of them.
-TARGET inline void attend_block(bool masked, int64_t first, int64_t count, int64_t group, int64_t lanes, TileScratch& s) {
+TARGET inline void attend_block(
+    bool masked, int64_t first, int64_t count, int64_t group, int64_t lanes, int64_t slot_stride, TileScratch& s) {
   const int64_t dim = s.dim(), num_tiles = (lanes + kLanes - 1) / kLanes;
   if (masked) see(first, count, num_tiles, s);
   const bool torn = masked && hide_values(count, lanes, s);
-  gather_keys(s.key_rows, count, dim, s.keys);
+  KeyTile keys[kBlockPositions / kTileRows];
+  for (int64_t i = 0; i < count; i += kTileRows)
+    keys[i / kTileRows] = key_tile(s.key_rows + i, slot_stride, num_tiles > 1, dim, s.keys + i * dim);
   if (!torn) pair_values(s.value_rows, count, dim, s.values);
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const uint16_t *queries = s.queries + 2 * tile * kLanes * dim, *seen = s.seen + tile * kBlockPositions;
     float *largest = s.largest + tile * kLanes, *totals = s.totals + tile * kLanes, *sums = s.out + tile * kLanes * dim;
     int64_t i = 0;
-    for (; i + 64 <= count; i += 64) multiply_keys<true>(s.keys + i * dim, queries, dim, s.scores + i * kLanes);
-    if (i < count) multiply_keys<false>(s.keys + i * dim, queries, dim, s.scores + i * kLanes);
+    for (; i + 64 <= count; i += 64) multiply_keys<true>(keys + i / kTileRows, queries, dim, s.scores + i * kLanes);
+    if (i < count) multiply_keys<false>(keys + i / kTileRows, queries, dim, s.scores + i * kLanes);
     if (masked) {
       weigh_scores<true>(s.scores, seen, count, dim, largest, totals, sums, s.weights);
     } else {
@@ -236,7 +234,7 @@ TARGET inline void attend_item(const TileAttention& a, const TileItem& item, Til
       s.key_rows[i] = there ? keys + offset : s.nothing;
       s.value_rows[i] = there ? values + offset : s.nothing;
     }
-    attend_block(first + count > clear, first, count, group, lanes, s);
+    attend_block(first + count > clear, first, count, group, lanes, slot_stride, s);
   }
   for (int64_t lane = 0; lane < lanes; ++lane) {
     float* to = a.out + ((item.first_row + lane / group) * a.heads + item.kv_head * group + lane % group) * dim;
