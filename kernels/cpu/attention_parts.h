@@ -69,8 +69,8 @@ struct KeyTile {
   int64_t stride;
 };
 
-// The tile as it lies in the cache, where its keys lie `stride` apart. Else, and where several tiles of lanes meet it, a copy:
-// lines that lie so far apart drive each other out of the first-level cache.
+// The tile as it lies in the cache, where its keys lie `stride` apart. Else, and where several tiles of lanes meet it, a copy in
+// `to`: lines that lie so far apart drive each other out of the first-level cache.
 TARGET inline KeyTile key_tile(const uint16_t* const* rows, int64_t stride, bool is_met_often, int64_t dim, uint16_t* to) {
   int64_t even = 1;
   while (even < kTileRows && rows[even] == rows[0] + even * stride) ++even;

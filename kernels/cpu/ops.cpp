@@ -1,7 +1,7 @@
 // Row-invariant kernels for CPUs: linear layers with bfloat16 or int8 weights, norms, rotary embedding, SwiGLU, and paged
-// attention. Inputs, sums and outputs are float32. Each runs on AVX2 and on AVX-512, products on AMX too; which one is an
-// argument, so that a machine can test all that it has. Compiled for the plainest x86-64 and chosen at run time, so a build
-// can be taken to another machine.
+// attention. Inputs, sums and outputs are float32. Each runs on AVX2 and on AVX-512, products and attention over
+// bfloat16 on AMX too; which one is an argument, so that a machine can test all that it has. Compiled for the plainest x86-64
+// and chosen at run time, so a build can be taken to another machine.
 #include <ATen/Parallel.h>
 #include <immintrin.h>
 #include <omp.h>

@@ -15,7 +15,7 @@ constexpr int64_t kMostLaneTiles = 6;  // rows that meet a block together: more 
 struct TileAttention {
   const float* query;             // [n, heads, head_dim]
   const uint16_t *keys, *values;  // [slots, kv_heads, head_dim]
-  const int64_t *slots, *rows;    // as `attention` takes them
+  const int64_t *slots, *rows;    // [total] and [n, 4], see Attention
   int64_t heads, kv_heads, head_dim;
   float scale;
   float* out;  // [n, heads * head_dim]
@@ -28,16 +28,18 @@ struct TileItem {
   int64_t first_row, num_rows, kv_head;
 };
 
-// The work in parts: enough for all threads, else as many rows in each as share a block's keys and values with profit.
-inline std::vector<TileItem> tile_items(const TileAttention& a, int64_t n, int64_t num_threads) {
-  const int64_t fewest = std::max<int64_t>(1, kLanes / a.group());
-  const int64_t most = std::max(fewest, kMostLaneTiles * kLanes / a.group());
-  const int64_t size = std::min(most, std::max(fewest, n * a.kv_heads / (2 * num_threads) / fewest * fewest));
+// The work in parts: enough for all threads, else as many rows in each as share a block's keys and values with profit. rows [n,
+// 4], see TileAttention.
+inline std::vector<TileItem> tile_items(
+    const int64_t* rows, int64_t n, int64_t kv_heads, int64_t group, int64_t num_threads) {
+  const int64_t fewest = std::max<int64_t>(1, kLanes / group);
+  const int64_t most = std::max(fewest, kMostLaneTiles * kLanes / group);
+  const int64_t size = std::min(most, std::max(fewest, n * kv_heads / (2 * num_threads) / fewest * fewest));
   std::vector<TileItem> items;
   for (int64_t first = 0, end; first < n; first = end) {
     end = first + 1;
-    while (end < n && end - first < size && a.rows[4 * end] == a.rows[4 * first]) ++end;
-    for (int64_t head = 0; head < a.kv_heads; ++head) items.push_back({first, end - first, head});
+    while (end < n && end - first < size && rows[4 * end] == rows[4 * first]) ++end;
+    for (int64_t head = 0; head < kv_heads; ++head) items.push_back({first, end - first, head});
   }
   return items;
 }
@@ -52,7 +54,7 @@ class TileScratch {
     bytes_ = 0;
     place_all();
     memory_.reset(static_cast<char*>(std::aligned_alloc(64, bytes_)));
-    TORCH_CHECK(memory_, "no memory for attention");
+    if (!memory_) throw std::bad_alloc();
     bytes_ = 0;
     place_all();
     std::memset(nothing, 0, dim * sizeof(uint16_t));
