@@ -58,7 +58,7 @@ class Kernels:
     """Row-invariant kernels with float32 inputs, sums and outputs. ``plain`` has the same functions in plain torch."""
 
     module: ModuleType
-    # "amx", "avx512" or "avx2". Products alone differ between the first two.
+    # "amx", "avx512" or "avx2". Products, and attention over bfloat16, alone differ between the first two.
     instruction_set: str
 
     @staticmethod

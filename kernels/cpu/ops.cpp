@@ -1,7 +1,7 @@
 // Row-invariant kernels for CPUs: linear layers with bfloat16 or int8 weights, norms, rotary embedding, SwiGLU, and paged
-// attention. Inputs, sums and outputs are float32. Each runs on AVX2 and on AVX-512, products on AMX too; which one is an
-// argument, so that a machine can test all that it has. Compiled for the plainest x86-64 and chosen at run time, so a build
-// can be taken to another machine.
+// attention. Inputs, sums and outputs are float32. Each runs on AVX2 and on AVX-512, products and attention over
+// bfloat16 on AMX too; which one is an argument, so that a machine can test all that it has. Compiled for the plainest x86-64
+// and chosen at run time, so a build can be taken to another machine.
 #include <ATen/Parallel.h>
 #include <immintrin.h>
 #include <omp.h>
@@ -67,6 +67,8 @@ namespace amx {
 #define TARGET __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")))
 #include "amx.h"
 #include "units.h"
+#include "attention_parts.h"
+#include "tile_attention.h"
 #undef TARGET
 }  // namespace amx
 

@@ -43,6 +43,7 @@ struct Heads {
   std::optional<torch::Tensor> q_norm, k_norm;  // [dim], over each head's elements before its rotation
   float eps;
   bool is_narrow;  // AVX2
+  bool has_tiles;  // AMX
 
   Heads(
       int64_t heads, double scale, std::optional<torch::Tensor> q_norm, std::optional<torch::Tensor> k_norm, double eps,
@@ -52,7 +53,8 @@ struct Heads {
         q_norm(std::move(q_norm)),
         k_norm(std::move(k_norm)),
         eps(static_cast<float>(eps)),
-        is_narrow(parse(isa) == Isa::kAvx2) {
+        is_narrow(parse(isa) == Isa::kAvx2),
+        has_tiles(parse(isa) == Isa::kAmx) {
     data_or_null(this->q_norm), data_or_null(this->k_norm);
   }
 };
@@ -127,7 +129,7 @@ struct Rotation {
   }
 };
 
-// Attention over the paged cache: one part for each row and key/value head.
+// Attention over the paged cache: one part for each row and key/value head, or for several rows where tiles take them.
 class Attention {
  public:
   // slots [total] int64: the slots of each sequence's positions, one sequence after the other. rows [n, 4] int64: where the row's
@@ -139,10 +141,13 @@ class Attention {
         group_(heads.heads / cache.kv_heads()),
         slots_(slots.data_ptr<int64_t>()),
         facts_(rows.data_ptr<int64_t>()),
-        left_(n_ * cache.kv_heads()) {
+        // Never by the number of rows, or their bits would depend on it.
+        is_tiled_(heads.has_tiles && cache.is_bfloat16() && cache.dim() % amx::kTileInputs == 0) {
     TORCH_CHECK(rows.is_contiguous() && rows.dim() == 2 && rows.size(1) == 4, "rows do not fit the queries");
     TORCH_CHECK(slots.is_contiguous(), "the cache is torn");
     TORCH_CHECK(cache.dim() % 16 == 0 && heads.heads % cache.kv_heads() == 0, "head_dim must be a multiple of 16");
+    if (is_tiled_) items_ = amx::tile_items(facts_, n_, cache.kv_heads(), group_, at::get_num_threads());
+    left_.emplace(is_tiled_ ? static_cast<int64_t>(items_.size()) : n_ * cache.kv_heads());
   }
 
   // Elements that all rows read, about.
@@ -158,6 +163,7 @@ class Attention {
       const auto bits = [](const torch::Tensor& tensor) {
         return reinterpret_cast<const uint16_t*>(tensor.data_ptr<at::BFloat16>());
       };
+      if (is_tiled_) return run_tiles(query, bits(cache_.keys), bits(cache_.values), out);
       run_of(query, bits(cache_.keys), bits(cache_.values), out);
     } else {
       run_of(query, cache_.keys.data_ptr<float>(), cache_.values.data_ptr<float>(), out);
@@ -165,13 +171,21 @@ class Attention {
   }
 
  private:
+  void run_tiles(const float* query, const uint16_t* keys, const uint16_t* values, float* out) {
+    const amx::TileAttention tiles{
+        query, keys, values, slots_, facts_, heads_.heads, cache_.kv_heads(), cache_.dim(), heads_.scale, out};
+    amx::TileScratch scratch;
+    for (int64_t begin, end; left_->take(begin, end);)
+      amx::tile_attend(tiles, items_.data() + begin, end - begin, scratch);
+  }
+
   template <typename T>
   void run_of(const float* query, const T* keys, const T* values, float* out) {
     const int64_t kv_heads = cache_.kv_heads(), dim = cache_.dim();
     const auto attend = heads_.is_narrow ? avx2::attend<T> : avx512::attend<T>;
     std::vector<float> scores;
     std::vector<int64_t> offsets;
-    for (int64_t begin, end; left_.take(begin, end);)
+    for (int64_t begin, end; left_->take(begin, end);)
       for (int64_t index = begin; index < end; ++index) {
         const int64_t r = index / kv_heads, h = index % kv_heads, first = (r * heads_.heads + h * group_) * dim;
         const int64_t* fact = facts_ + 4 * r;
@@ -195,5 +209,7 @@ class Attention {
   const Cache& cache_;
   int64_t n_, group_;
   const int64_t *slots_, *facts_;
-  Parts left_;
+  bool is_tiled_;
+  std::vector<amx::TileItem> items_;
+  std::optional<Parts> left_;
 };
