@@ -12,10 +12,11 @@ import grpc
 
 from outrider.core.errors import ConfigError, InvalidRequest
 from outrider.core.errors_wire import errors_as_status
+from outrider.core.keepalive import server_keepalive
 from outrider.core.plan import GroupInfo
 from outrider.core.wire import group_info_to_wire, logprobs_to_wire
 from outrider.router.grammar_door import GrammarDoor
-from outrider.router.remote_group import KEEPALIVE_OPTIONS, PING_MS
+from outrider.router.remote_group import PING_MS, PING_TIMEOUT_MS
 from outrider.router.requests import NewRequest
 from outrider.router.streams import CHANNEL_OPTIONS
 from outrider.router.submission import submit_from_wire
@@ -30,10 +31,7 @@ LOOK_S = 0.05  # how often followers look whether something changed
 # Frontends are asked whether they live as they ask themselves, and what they ask so often must be allowed them.
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
-    *KEEPALIVE_OPTIONS,
-    ("grpc.http2.min_ping_interval_without_data_ms", PING_MS // 2),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_MS // 2),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *server_keepalive(PING_MS, PING_TIMEOUT_MS, allowed_ms=PING_MS // 2),
     ("grpc.so_reuseport", 0),
 )
 
