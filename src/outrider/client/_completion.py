@@ -65,10 +65,15 @@ class Delta:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of the prompt and of the output."""
+    """Tokens of the prompt and of the output.
+
+    Attributes:
+        cached_prompt_tokens: those of the prompt that the server's prefix cache held, so that they were not computed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)

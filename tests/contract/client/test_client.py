@@ -84,7 +84,7 @@ SURFACE = {
     "TopLogprob": set(),
     "Unauthenticated": set(),
     "Unavailable": set(),
-    "Usage": set(),
+    "Usage": {"cached_prompt_tokens"},
 }
 
 

@@ -100,7 +100,8 @@ async def test_text_and_statistics_are_those_of_the_owner(world: Any) -> None:
         assert first == second
         assert answers[0].prompt_logprobs == answers[1].prompt_logprobs
         assert answers[0].prompt_text == answers[1].prompt_text
-        assert answers[0].usage == answers[1].usage
+        near_usage, far_usage = (replace(answer.usage, cached_prompt_tokens=0) for answer in answers)
+        assert near_usage == far_usage
         for index, choice in enumerate(answers[1].choices):
             stats = (await finish_at(owner, f"{number}", index)).speculation
             assert list(choice.speculation.acceptance_histogram) == list(stats.acceptance_histogram)
