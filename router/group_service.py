@@ -16,6 +16,7 @@ from outrider.core.keepalive import server_keepalive
 from outrider.core.plan import GroupInfo
 from outrider.core.wire import group_info_to_wire, logprobs_to_wire
 from outrider.router.grammar_door import GrammarDoor
+from outrider.router.limits import call_name, check_request_id
 from outrider.router.remote_group import PING_MS, PING_TIMEOUT_MS
 from outrider.router.requests import NewRequest
 from outrider.router.streams import CHANNEL_OPTIONS
@@ -104,7 +105,7 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
     async def Submit(  # noqa: N802
         self, request: group_pb2.SubmitRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> group_pb2.SubmitResponse:
-        async with errors_as_status(context, log, f"submit {request.request_id}"):
+        async with errors_as_status(context, log, call_name("submit", request.request_id)):
             if not request.HasField("sampling"):
                 raise InvalidRequest("sampling", None, "set")
             submitted = submit_from_wire(request, self._tokenizer, time.monotonic())
@@ -123,7 +124,8 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
     async def Watch(  # noqa: N802
         self, request: group_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[group_pb2.WatchResponse]:
-        async with errors_as_status(context, log, f"watch {request.request_id}"):
+        async with errors_as_status(context, log, call_name("watch", request.request_id)):
+            check_request_id(request.request_id)
             generation = request.header.generation
             updates = self._group.watch(request.request_id, request.from_position, generation, request.choice)
             key = request.request_id, generation
@@ -147,7 +149,8 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
     async def Abort(  # noqa: N802
         self, request: group_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> group_pb2.AbortResponse:
-        async with errors_as_status(context, log, f"abort {request.request_id}"):
+        async with errors_as_status(context, log, call_name("abort", request.request_id)):
+            check_request_id(request.request_id)
             found = await self._group.abort(request.request_id, request.reason, request.header.generation)
             return group_pb2.AbortResponse(header=request.header, found=found)
 
