@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
 
     Attributes:
         step_s: time that a step takes.
+        before_step: called with each plan before it runs, to be waited for.
         model_dir: a folder of ``write_toy_model``, for requests with grammars.
         nan_prompts: sequences whose text begins with one of these fail with INVALID_LOGITS once they sample.
         faults: what was wrong with plans; empty in a correct run.
@@ -72,6 +73,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
     fingerprint: str = ""
     epoch: int = 1
     step_s: float = 0.0
+    before_step: Callable[[StepPlan], Awaitable[None]] | None = None
     max_model_len: int = 512
     num_blocks: int = 256
     block_size: int = 4
@@ -172,6 +174,8 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
                 yield target_pb2.StepsResponse(header=header, failure=failure)
                 return
             plan = plan_from_wire(self.epoch, request.plan)
+            if self.before_step is not None:
+                await self.before_step(plan)
             yield target_pb2.StepsResponse(header=header, result=result_to_wire(self.run(plan)))
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -30,7 +30,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 DEADLINE_S = 60.0
 # A step of a target that is paused must not end, however slow the machine is.
 PATIENT = GroupSettings(
-    step_timeout_s=2 * DEADLINE_S, attach_timeout_s=2.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0
+    step_timeout_s=2 * DEADLINE_S, attach_timeout_s=30.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0
 )
 
 
