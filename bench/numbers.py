@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from outrider.core.quantiles import quantile
 
 RESAMPLES = 2000
 LEVEL = 0.95  # of intervals
@@ -29,16 +30,6 @@ class Distribution:
         ordered = sorted(values)
         p50, p90, p99 = (quantile(ordered, fraction) for fraction in (0.5, 0.9, 0.99))
         return Distribution(len(ordered), sum(ordered) / len(ordered), p50, p90, p99)
-
-
-def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """Of ascending values, with linear interpolation between neighbours (numpy's default)."""
-    if not ordered:
-        raise ValueError("a quantile of no values")
-    place = fraction * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,10 @@ class Batcher:
         self._next_seq_id += 1
         request.blocks = [*found, *self.pool.allocate(self.pool.blocks_for(len(request.text)) - len(found))]
         request.kv_len = len(found) * self.pool.block_size
+        if (
+            request.family.cached_prompt_tokens is None
+        ):  # later finds are choices' of one another, or after a preemption
+            request.family.cached_prompt_tokens = request.kv_len
         self.running.append(request)
 
     def _prompt_rows(self, request: Request, propose: Propose, left: RowsLeft) -> list[Rows]:

@@ -14,9 +14,15 @@ from outrider.router.requests import Cutter, NewRequest, Request, SpeculationSta
 
 @dataclass(eq=False)
 class Family:
-    """The choices of one request that have not ended, by their numbers."""
+    """The choices of one request.
+
+    Attributes:
+        members: those that have not ended, by their numbers.
+        cached_prompt_tokens: what the prefix cache held of the prompt when the first of them began; None before that.
+    """
 
     members: dict[int, Request] = field(default_factory=dict)
+    cached_prompt_tokens: int | None = None
 
 
 class RequestBook:

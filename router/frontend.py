@@ -20,7 +20,7 @@ from outrider.router.answer import Answer
 from outrider.router.grammar_door import GrammarDoor
 from outrider.router.group_route import Owners
 from outrider.router.group_service import GroupOwner
-from outrider.router.limits import check_request_id, is_request_id
+from outrider.router.limits import call_name, check_request_id, is_request_id
 from outrider.router.merge import merged
 from outrider.router.observed import Observed
 from outrider.router.request_meter import RequestMeter, RequestTimer
@@ -105,8 +105,7 @@ class Frontend(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerationServiceAbortRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> generation_pb2.GenerationServiceAbortResponse:
-        what = f"abort {request.request_id}" if is_request_id(request.request_id) else "abort"
-        async with errors_as_status(context, log, what):
+        async with errors_as_status(context, log, call_name("abort", request.request_id)):
             check_request_id(request.request_id)
             found = await self._owners.abort(request.request_id, "aborted by the client")
             return generation_pb2.GenerationServiceAbortResponse(found=found)

@@ -12,10 +12,12 @@ import grpc
 
 from outrider.core.errors import ConfigError, InvalidRequest
 from outrider.core.errors_wire import errors_as_status
+from outrider.core.keepalive import server_keepalive
 from outrider.core.plan import GroupInfo
 from outrider.core.wire import group_info_to_wire, logprobs_to_wire
 from outrider.router.grammar_door import GrammarDoor
-from outrider.router.remote_group import KEEPALIVE_OPTIONS, PING_MS
+from outrider.router.limits import call_name, check_request_id
+from outrider.router.remote_group import PING_MS, PING_TIMEOUT_MS
 from outrider.router.requests import NewRequest
 from outrider.router.streams import CHANNEL_OPTIONS
 from outrider.router.submission import submit_from_wire
@@ -30,10 +32,7 @@ LOOK_S = 0.05  # how often followers look whether something changed
 # Frontends are asked whether they live as they ask themselves, and what they ask so often must be allowed them.
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
-    *KEEPALIVE_OPTIONS,
-    ("grpc.http2.min_ping_interval_without_data_ms", PING_MS // 2),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_MS // 2),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *server_keepalive(PING_MS, PING_TIMEOUT_MS, allowed_ms=PING_MS // 2),
     ("grpc.so_reuseport", 0),
 )
 
@@ -106,7 +105,7 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
     async def Submit(  # noqa: N802
         self, request: group_pb2.SubmitRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> group_pb2.SubmitResponse:
-        async with errors_as_status(context, log, f"submit {request.request_id}"):
+        async with errors_as_status(context, log, call_name("submit", request.request_id)):
             if not request.HasField("sampling"):
                 raise InvalidRequest("sampling", None, "set")
             submitted = submit_from_wire(request, self._tokenizer, time.monotonic())
@@ -125,7 +124,8 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
     async def Watch(  # noqa: N802
         self, request: group_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[group_pb2.WatchResponse]:
-        async with errors_as_status(context, log, f"watch {request.request_id}"):
+        async with errors_as_status(context, log, call_name("watch", request.request_id)):
+            check_request_id(request.request_id)
             generation = request.header.generation
             updates = self._group.watch(request.request_id, request.from_position, generation, request.choice)
             key = request.request_id, generation
@@ -149,7 +149,8 @@ class GroupServicer(group_pb2_grpc.GroupServiceServicer):
     async def Abort(  # noqa: N802
         self, request: group_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> group_pb2.AbortResponse:
-        async with errors_as_status(context, log, f"abort {request.request_id}"):
+        async with errors_as_status(context, log, call_name("abort", request.request_id)):
+            check_request_id(request.request_id)
             found = await self._group.abort(request.request_id, request.reason, request.header.generation)
             return group_pb2.AbortResponse(header=request.header, found=found)
 

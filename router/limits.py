@@ -39,6 +39,11 @@ def check_request_id(request_id: str) -> None:
         )
 
 
+def call_name(what: str, request_id: str) -> str:
+    """How a log names a call about a request. An id that is refused must not be in any line of it."""
+    return f"{what} {request_id}" if is_request_id(request_id) else what
+
+
 def check_sampling(sampling: Sampling) -> None:
     """What has a field of its own among the settings that target and drafts apply."""
     temperature, top_p = sampling.temperature, sampling.top_p

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from outrider.core.histogram import STEP_S, Histogram
 from outrider.core.plan import StepPlan, StepTiming
+from outrider.core.quantiles import nearest_rank
 
 KEPT = 512  # latest steps
 KINDS = ("prefill", "mixed", "verify", "decode")
@@ -79,4 +80,4 @@ def quantiles(values: Iterable[float]) -> Quantiles:
     ordered = sorted(values)
     if not ordered:
         return Quantiles()
-    return Quantiles(*(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99)))
+    return Quantiles(nearest_rank(ordered, 0.5), nearest_rank(ordered, 0.99))

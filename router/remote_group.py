@@ -13,6 +13,7 @@ import grpc
 
 from outrider.core.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.core.errors_wire import DETAILS_KEY, error_from_rpc
+from outrider.core.keepalive import channel_keepalive
 from outrider.core.plan import GroupInfo
 from outrider.core.wire import group_info_from_wire, logprobs_from_wire
 from outrider.router.requests import NewRequest
@@ -25,12 +26,7 @@ log = logging.getLogger(__name__)
 
 # A peer whose host is gone sends nothing, not even an end: it is asked whether it lives.
 PING_MS, PING_TIMEOUT_MS = 5000, 5000
-KEEPALIVE_OPTIONS = (
-    ("grpc.keepalive_time_ms", PING_MS),
-    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # which holds instead since gRPC has it; its default is a minute
-    ("grpc.http2.max_pings_without_data", 0),
-)
+OPTIONS = (*CHANNEL_OPTIONS, *channel_keepalive(PING_MS, PING_TIMEOUT_MS))
 ABORT_TIMEOUT_S = 2.0  # whom nobody hears aborts by itself
 # How calls end whose peer is gone, or goes at that moment. Whatever else ends them would do so again.
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -59,7 +55,7 @@ class RemoteGroup:
         self.info: GroupInfo | None = None
         self.is_heard = self.is_owner = self.is_draining = False
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=(*CHANNEL_OPTIONS, *KEEPALIVE_OPTIONS))
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._stub: Any = group_pb2_grpc.GroupServiceStub(self._channel)
         self._watches: set[Any] = set()
         self._is_lost = False  # from when it is followed no more until it is heard again

@@ -169,6 +169,7 @@ class Finished:
         matched_stop: the stop string that ended the text, or None.
         stop_token: the EOS or stop token that ended the text (it is the last token), or None.
         reproducible: whether the same request gives the same text again.
+        cached_prompt_tokens: tokens of the prompt that were found in the prefix cache when the request began.
     """
 
     reason: FinishReason
@@ -179,6 +180,7 @@ class Finished:
     stop_token: int | None = None
     error_message: str = ""
     reproducible: bool = False
+    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)

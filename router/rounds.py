@@ -146,4 +146,5 @@ def finished(
         stop_token=ending.stop_token if ending is not None else None,
         error_message=error_message,
         reproducible=row_invariant and request.new.sampling.verifier is not Verifier.REJECTION,
+        cached_prompt_tokens=request.family.cached_prompt_tokens or 0,
     )

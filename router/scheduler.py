@@ -1,4 +1,5 @@
-"""The group scheduler: which rows run in the next step, and what a step's outcome means for each request.
+"""The group scheduler: which rows run in the next step (``planning.py``), and what a step's outcome means for each
+request (``outcomes.py``).
 
 Plain synchronous code; time is an argument. A driver calls it like this::
 
@@ -13,31 +14,25 @@ Plain synchronous code; time is an argument. A driver calls it like this::
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from outrider.core.block_pool import BlockPool
 from outrider.core.histogram import Histogram
-from outrider.core.plan import GroupInfo, SequenceError, SequenceResult, StepPlan, StepResult
+from outrider.core.plan import GroupInfo, StepPlan, StepResult
 from outrider.core.proposal import Proposal, sound_part
-from outrider.router.ahead import LEAD_S, rows_ahead
-from outrider.router.batch import Batcher, LimitPrompts
-from outrider.router.books import check_books
+from outrider.router.batch import Batcher
+from outrider.router.books import Books
 from outrider.router.checks import end_length
 from outrider.router.counts import SchedulerCounts
-from outrider.router.draft_book import DraftBook
 from outrider.router.drafts import DraftEvent, DraftFacts, EvictionReason
-from outrider.router.families import RequestBook, new_family
-from outrider.router.flight import Flight, Step
-from outrider.router.hearing import heard, learn, usable
-from outrider.router.pacing import Pacer
-from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest, NoStops, Request, RoundFacts
-from outrider.router.round_trace import MakeTrace, no_trace, step_traces
-from outrider.router.rounds import Cut, counted, cut, finished, num_verified, refusal
+from outrider.router.families import new_family
+from outrider.router.outcomes import complete, end
+from outrider.router.planning import StepPlanner
+from outrider.router.requests import Committed, Cutter, FinishReason, NewRequest, NoStops, Request
+from outrider.router.round_trace import MakeTrace, no_trace
+from outrider.router.rounds import refusal
 from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
-from outrider.router.step_cost import fair_slowdown
-from outrider.router.step_rows import Rows
-from outrider.router.suspects import failure_message, group_failed, progressed
+from outrider.router.suspects import failure_message, group_failed
 
 
 def no_stops(request: NewRequest) -> Cutter:
@@ -46,11 +41,7 @@ def no_stops(request: NewRequest) -> Cutter:
 
 
 class Scheduler:
-    """Schedules the requests of one target group: one step that runs, and at most one planned ahead behind it.
-
-    Attributes:
-        counts: what happened, for status and metrics.
-    """
+    """Schedules the requests of one target group: one step that runs, and at most one planned ahead behind it."""
 
     def __init__(
         self,
@@ -61,19 +52,30 @@ class Scheduler:
         make_cutter: Callable[[NewRequest], Cutter] = no_stops,
         make_trace: MakeTrace = no_trace,
     ) -> None:
-        self.info = info
-        self.settings = settings
-        self.epoch = epoch
-        self.counts = SchedulerCounts()
+        batcher = Batcher(info, settings.max_num_seqs, enable_prefix_caching=settings.enable_prefix_caching)
+        self._books = books = Books(info, settings, epoch, batcher)
+        self._planner = StepPlanner(books)
         self._make_cutter = make_cutter
         self._make_trace = make_trace
-        self._requests = RequestBook()
-        self._batcher = Batcher(info, settings.max_num_seqs, enable_prefix_caching=settings.enable_prefix_caching)
-        self._drafts = DraftBook()
-        self._flight = Flight()
-        self._num_steps = 0
-        self._pacer = Pacer()
-        self._held_until: float | None = None
+        self._requests, self._batcher, self._drafts = books.requests, books.batcher, books.drafts
+        self._flight, self._pacer = books.flight, books.pacer
+
+    @property
+    def info(self) -> GroupInfo:
+        return self._books.info
+
+    @property
+    def settings(self) -> SchedulerSettings:
+        return self._books.settings
+
+    @property
+    def epoch(self) -> int:
+        return self._books.epoch
+
+    @property
+    def counts(self) -> SchedulerCounts:
+        """What happened, for status and metrics."""
+        return self._books.counts
 
     def add(self, request: NewRequest, now: float) -> None:
         """Queue a request, all its choices or none.
@@ -105,107 +107,44 @@ class Scheduler:
         The id of a request without choices may be used again immediately.
         """
         choices = [r for r in self._requests.choices(request_id) if choice in (None, r.choice)]
-        return [self._end(request, FinishReason.ABORT, error_message=reason) for request in choices]
+        return [end(self._books, request, FinishReason.ABORT, error_message=reason) for request in choices]
 
     def expire(self, now: float) -> list[Committed]:
         """End the requests whose deadline has passed (finish reason DEADLINE)."""
         late = [r for r in self._requests if r.new.deadline is not None and r.new.deadline <= now]
-        return [self._end(request, FinishReason.DEADLINE, error_message="the deadline has passed") for request in late]
+        return [
+            end(self._books, request, FinishReason.DEADLINE, error_message="the deadline has passed")
+            for request in late
+        ]
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None: nothing is to do, or not yet (``next_wakeup``).
 
         While a step is in flight that is the one after it, where it can be planned ahead and its time has come.
         """
-        self._held_until = None
-        if not self._requests:
-            return None
-        if len(self._flight):
-            due = self.ahead_at()
-            if due is None or now < due:
-                return None
-            (step,) = self._flight
-            rows = rows_ahead(self._batcher, step, self._limit_prompts)
-            return self._planned(rows, now, before=step) if rows else None
-        others = 1 if self._batcher.can_admit() else 0
-        self._held_until = self._pacer.hold_until(self._batcher.running, others, self._drafts, now)
-        if self._held_until is not None:
-            return None
-        resting = self._pacer.sitting_out(self._batcher.running, self._drafts, now)
-        return self._planned(self._batcher.build(heard, resting, self._limit_prompts), now)
-
-    def _planned(self, rows: list[Rows], now: float, before: Step | None = None) -> StepPlan:
-        self._num_steps += 1
-        plan = StepPlan(
-            epoch=self.epoch,
-            step=self._num_steps,
-            sequences=tuple(part.plan for part in rows),
-            released=self._batcher.take_released(),
-            after_step=before.plan.step if before is not None else None,
-            traces=step_traces(rows, before),
-        )
-        self._flight.add(plan, rows, now, beside_drafts=self._drafts.is_any_at_work)
-        for part in rows:
-            self.counts.began(part.request, now)
-        self._drafts.assign(self._batcher.running, now)
-        return plan
+        return self._planner.plan(now)
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call ``expire`` and ``schedule`` again if nothing happens before; None: not at all."""
-        times = [r.new.deadline for r in self._requests if r.new.deadline is not None]
-        if not len(self._flight) and self._requests:
-            times.append(now if self._held_until is None else self._held_until)
-        elif (due := self.ahead_at()) is not None and due > now:
-            times.append(due)
-        return min(times, default=None)
+        return self._planner.next_wakeup(now)
 
     def ahead_at(self) -> float | None:
         """When the step after the one that runs may be planned, if it can be; None: only when that one is over."""
-        if not self.settings.plan_ahead or len(self._flight) != 1:
-            return None
-        (step,) = self._flight
-        expected_s = self._pacer.expected_s(step.rows.values())
-        return None if expected_s is None else step.started + max(0.0, expected_s - LEAD_S)
+        return self._planner.ahead_at()
 
     def complete(self, result: StepResult, now: float) -> list[Committed]:
         """Take in a step's outcome. An outcome of another epoch or step is dropped.
 
         Raises ``GroupError`` and changes nothing if the outcome contradicts the plan: the group must be rebuilt.
         """
-        step = self._flight.land(result, self.info.vocab_size, now)
-        if step is None:
-            return []
-        self._pacer.ready_since = now
-        self._pacer.step_took(step.rows.values(), now - step.started, beside_drafts=step.beside_drafts)
-        waits = self._pacer.will_wait(self._batcher.running)
-        committed = []
-        for outcome in result.sequences:
-            part = step.rows[outcome.seq_id]
-            request = part.request
-            if request.ended:
-                if not self._flight.carries(request):
-                    self._batcher.release(request)
-            elif outcome.error is SequenceError.UNDECIDED:
-                continue  # it runs again from where it is
-            elif outcome.error not in (None, SequenceError.NOT_READY):
-                committed.append(self._end(request, FinishReason.ERROR, error_message=outcome.error_message))
-            else:
-                request.num_scored += len(outcome.prompt_logprobs)
-                request.unreported.extend(outcome.prompt_logprobs)
-                if outcome.committed:
-                    committed.append(self._commit(part, outcome, now, waits))
-                else:
-                    # A sequence that was not ready runs its last row again: to decide, not to compute.
-                    again = 1 if outcome.error is SequenceError.NOT_READY else 0
-                    self._batcher.computed(request, part.num_text_rows - again, 0)
-        return committed
+        return complete(self._books, result, now)
 
     def reset(self, epoch: int, info: GroupInfo) -> list[Committed]:
         """The group was rebuilt: running requests start over from their committed tokens, draft sessions live on.
 
         Returns the ends of requests that the group does not survive, and of those that it cannot hold (normally none).
         """
-        self.epoch, self.info = epoch, info
+        self._books.epoch, self._books.info = epoch, info
         self.counts.num_resets += 1
         guilty = group_failed([request for request in self._flight.requests if not request.ended])
         self._flight.clear()
@@ -215,11 +154,11 @@ class Scheduler:
         messages = {request: failure_message(request) for request in guilty}
         misfits = [request for request in self._requests if request.end_len > room and request not in messages]
         messages |= {request: f"the target group was rebuilt with room for {room} tokens only" for request in misfits}
-        return [self._end(request, FinishReason.ERROR, error_message=why) for request, why in messages.items()]
+        return [end(self._books, request, FinishReason.ERROR, error_message=why) for request, why in messages.items()]
 
     def update_settings(self, settings: SchedulerSettings) -> None:
         """Takes effect for requests added from now on."""
-        self.settings = settings
+        self._books.settings = settings
         self._batcher.limit(settings.max_num_seqs)
 
     def draft_joined(self, draft: DraftFacts, now: float) -> None:
@@ -311,7 +250,7 @@ class Scheduler:
             epoch=self.epoch,
             num_waiting=len(self._batcher.waiting),
             num_running=len(self._batcher.running),
-            num_steps=self._num_steps,
+            num_steps=self._planner.num_steps,
             num_blocks=self._batcher.pool.num_blocks,
             num_free_blocks=self._batcher.pool.num_free,
             num_cached_blocks=self._batcher.pool.num_cached,
@@ -330,76 +269,4 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if the books do not balance."""
-        check_books(self._requests, self._batcher, self._drafts, self._flight)
-
-    @property
-    def _limit_prompts(self) -> LimitPrompts | None:
-        slowdown = self.settings.max_prefill_slowdown
-        if not slowdown:
-            return None
-        return lambda rows, entering, decoding: self._pacer.most_prompt_rows(
-            rows, fair_slowdown(slowdown, entering, decoding)
-        )
-
-    def _commit(self, part: Rows, outcome: SequenceResult, now: float, waits: bool) -> Committed:
-        """Make a round's tokens permanent, up to where the text ends."""
-        request, proposal, tokens = part.request, part.proposal, outcome.committed
-        if request.trace is not None:
-            request.trace.decided()
-        position = len(request.text)
-        ending = cut(tokens, request.end_len - position, request.end_tokens, request.cutter)
-        kept = tokens[: ending.num_kept]
-        accepted = min(outcome.num_accepted, len(kept))
-        request.stats = counted(request.stats, proposal, outcome, len(kept))
-        learn(request, proposal, part.is_lookup, outcome.num_accepted)
-        if proposal is not None:
-            verified = num_verified(proposal, len(tokens), len(kept))
-            self.counts.verified(proposal, verified, accepted, is_lookup=part.is_lookup)
-            if part.draft_id is not None:
-                self._drafts.count(part.draft_id, verified, accepted)
-        is_first = position == request.prompt_len
-        self.counts.committed(request, len(kept), now, is_first=is_first, had_proposal=proposal is not None)
-        request.text.extend(kept)
-        progressed(request)
-        self._batcher.computed(request, part.num_text_rows, accepted)
-        proposal_id = proposal.proposal_id if proposal is not None else 0
-        commit = Committed(
-            request.new.request_id,
-            request.new.generation,
-            position,
-            kept,
-            proposal_id=proposal_id,
-            num_accepted=accepted,
-            choice=request.choice,
-            logprobs=outcome.logprobs[: len(kept)],
-            prompt_logprobs=tuple(request.unreported),
-        )
-        request.unreported = []
-        if request.trace is not None:
-            drafted, drafter = (len(proposal.tokens), proposal.drafter) if proposal is not None else (0, "")
-            goes_on = ending.reason is None
-            facts = RoundFacts(self.epoch, position, drafted, accepted, len(kept), drafter, goes_on)
-            request.trace.committed(facts)
-        if ending.reason is not None:
-            return replace(commit, finish=self._end(request, ending.reason, ending).finish)
-        if usable(request) is None:
-            request.proposal = None
-        num_accepted = 0 if part.is_lookup else accepted
-        self._drafts.commit(request, position, proposal_id, num_accepted, now, is_waited_for=waits)
-        return commit
-
-    def _end(
-        self, request: Request, reason: FinishReason, ending: Cut | None = None, error_message: str = ""
-    ) -> Committed:
-        """Take a request out of everything; blocks that a step in flight writes stay until that step is over."""
-        self._requests.remove(request)
-        self._batcher.remove(request)
-        self._drafts.close(request)
-        request.ended = True
-        if request.trace is not None:
-            request.trace.ended(reason, error_message)
-        if not self._flight.carries(request):
-            self._batcher.release(request)
-        finish = finished(request, reason, self.info.row_invariant, ending, error_message)
-        new = request.new
-        return Committed(new.request_id, new.generation, len(request.text), (), finish, choice=request.choice)
+        self._books.check_integrity()

@@ -118,6 +118,7 @@ def finish_to_wire(finished: Finished, stop_text: str = "") -> group_pb2.Finish:
         matched_stop=finished.matched_stop or stop_text,
         error_message=finished.error_message,
         reproducible=finished.reproducible,
+        cached_prompt_tokens=finished.cached_prompt_tokens,
         speculation=group_pb2.SpeculationStats(
             verifier=int(stats.verifier),  # type: ignore[arg-type]
             drafter=stats.drafter,

@@ -11,20 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import (
-    Address,
-    ApiKey,
-    CaCerts,
-    ClientCert,
-    ClientKey,
-    Cluster,
-    File,
-    endpoint,
-    fail,
-    note,
-    router_of,
-    running,
-)
+from outrider.cluster.commands.common import fail, note
+from outrider.cluster.commands.router_options import RouterOptions, with_router_options
 from outrider.core.errors import ConfigError, OutriderError
 
 if TYPE_CHECKING:
@@ -43,7 +31,9 @@ def _option(*names: str, help: str, panel: str, metavar: str | None = None, **mo
     return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, **more)
 
 
+@with_router_options
 def bench(
+    *,
     workload: Annotated[
         list[str] | None,
         _option(
@@ -142,13 +132,7 @@ def bench(
         "bfloat16"
     ),
     peer_threads: Annotated[int, _option("--peer-threads", help="Threads of each.", panel=PEERS, min=1)] = 2,
-    file: File = None,
-    cluster: Cluster = None,
-    address: Address = None,
-    ca_certs: CaCerts = None,
-    api_key: ApiKey = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
+    router: RouterOptions,
 ) -> None:
     """Put load on a running server: plain decoding and speculation in turns, in one run."""
     from outrider.bench.peers import Peers, PeerSettings
@@ -192,13 +176,12 @@ def bench(
         num_draft_tokens=num_speculative_tokens or 4,
     )
     peers = Peers(peer_settings, note)
-    named = address or router_of(running(cluster, file))
-    router = endpoint(named, ca_certs, api_key, client_cert, client_key)
+    endpoint = router.endpoint()
 
     async def measure(tell: Tell, peers: Peers) -> tuple[BenchRun, dict[str, Any] | None]:
-        facts = await _costs(router, num_speculative_tokens, tell) if costs else None
+        facts = await _costs(endpoint, num_speculative_tokens, tell) if costs else None
         async with peers as arms:
-            return await run_bench(router, settings, tell, arms), facts
+            return await run_bench(endpoint, settings, tell, arms), facts
 
     with _bar() as tell:
         seen, facts = asyncio.run(measure(tell, peers))

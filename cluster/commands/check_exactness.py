@@ -8,22 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import (
-    Address,
-    ApiKey,
-    CaCerts,
-    ClientCert,
-    ClientKey,
-    Cluster,
-    File,
-    Json,
-    endpoint,
-    fail,
-    in_words_of_the_command,
-    router_of,
-    running,
-)
+from outrider.cluster.commands.common import Json, fail, in_words_of_the_command
 from outrider.cluster.commands.controls import json_or_list, with_control_options
+from outrider.cluster.commands.router_options import RouterOptions, with_router_options
 from outrider.core.errors import OutriderError
 
 if TYPE_CHECKING:
@@ -40,6 +27,7 @@ def _option(*names: str, help: str, metavar: str, panel: str | None = SETTINGS, 
 
 
 def _check_exactness(
+    *,
     model: Annotated[
         Path,
         typer.Option("--model", help="Folder of the target model.", metavar="DIR", exists=True, file_okay=False),
@@ -101,13 +89,7 @@ def _check_exactness(
         int | None, _option("--num-speculative-tokens", help="Proposed tokens for each round.", metavar="INTEGER")
     ] = None,
     verifier: Annotated[str | None, _option("--verifier", help="greedy, rejection or coupled.", metavar="TEXT")] = None,
-    file: File = None,
-    cluster: Cluster = None,
-    address: Address = None,
-    ca_certs: CaCerts = None,
-    api_key: ApiKey = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
+    router: RouterOptions,
     as_json: Json = False,
     **controls: Any,
 ) -> None:
@@ -141,9 +123,8 @@ def _check_exactness(
     try:
         from outrider.exactness.check import Check
 
-        router = address or router_of(running(cluster, file))
         check = Check(
-            endpoint(router, ca_certs, api_key, client_cert, client_key),
+            router.endpoint(),
             model,
             options,
             draft=draft,
@@ -162,7 +143,7 @@ def _check_exactness(
     raise typer.Exit(report.verdict.exit_code)
 
 
-check_exactness = with_control_options(_check_exactness, after="top_p", panel=SETTINGS)
+check_exactness = with_control_options(with_router_options(_check_exactness), after="top_p", panel=SETTINGS)
 
 
 def _run(check: Check) -> Report:

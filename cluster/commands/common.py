@@ -1,8 +1,7 @@
-"""What commands share: options, where the router is, and how they speak."""
+"""What commands share: options, which cluster is meant, and how they speak."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 
-from outrider.core.errors import ConfigError, InvalidRequest, OutriderError
+from outrider.core.errors import InvalidRequest, OutriderError
 
 if TYPE_CHECKING:
-    from outrider.client import Endpoint
     from outrider.cluster.state import ClusterState
 
 File = Annotated[
@@ -22,60 +20,6 @@ File = Annotated[
 Cluster = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--cluster", help="Name of the cluster; not needed while one runs here.", show_default=False),
-]
-Address = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--address",
-        envvar="OUTRIDER_ADDRESS",
-        help="HOST:PORT of a router, for one on another machine.",
-        show_default=False,
-    ),
-]
-_SECURITY = "TLS and keys"
-CaCerts = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--ca-certs",
-        envvar="OUTRIDER_CA_CERTS",
-        help="CAs in PEM, one of which signed the router's certificate: the connection is one of TLS.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=_SECURITY,
-    ),
-]
-ApiKey = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--api-key",
-        envvar="OUTRIDER_API_KEY",
-        help="A key of the router. Other users see the command line, but not the variable.",
-        metavar="KEY",
-        show_default=False,
-        rich_help_panel=_SECURITY,
-    ),
-]
-ClientCert = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--client-cert",
-        envvar="OUTRIDER_CLIENT_CERT",
-        help="Certificate (chain) in PEM to show to the router.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=_SECURITY,
-    ),
-]
-ClientKey = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--client-key",
-        envvar="OUTRIDER_CLIENT_KEY",
-        help="Its key.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=_SECURITY,
-    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -90,24 +34,6 @@ def running(cluster: str | None, file: Path | None) -> ClusterState:
     from outrider.cluster.state import StateFolder
 
     return StateFolder(choose_cluster(cluster, file)).require_running()
-
-
-def router_of(state: ClusterState | None) -> str:
-    """Where its router listens; empty where there is none."""
-    return state.router_address if state is not None else ""
-
-
-def endpoint(
-    router: str, ca_certs: str | None, api_key: str | None, client_cert: str | None, client_key: str | None
-) -> Endpoint:
-    """A router and what it takes to be let in. Raises ``ConfigError`` where none is named."""
-    # gRPC would tell of a handshake that fails in lines of its own.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from outrider.client import Endpoint
-
-    if not router:
-        raise ConfigError("the cluster has no router; see `outrider status`")
-    return Endpoint.named(router, ca_certs=ca_certs, api_key=api_key, client_cert=client_cert, client_key=client_key)
 
 
 def note(line: str) -> None:

@@ -9,21 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import (
-    Address,
-    ApiKey,
-    CaCerts,
-    ClientCert,
-    ClientKey,
-    Cluster,
-    File,
-    Json,
-    endpoint,
-    fail,
-    router_of,
-    running,
-)
+from outrider.cluster.commands.common import Json, fail
 from outrider.cluster.commands.controls import json_or_list, with_control_options
+from outrider.cluster.commands.router_options import RouterOptions, with_router_options
 from outrider.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +33,7 @@ def _file(name: str, help: str) -> Any:
 
 
 def _generate(
+    *,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help="The prompt; else standard input, as it is.")
     ] = None,
@@ -151,13 +140,7 @@ def _generate(
     verifier: Annotated[
         str | None, _option("--verifier", help="greedy, rejection or coupled.", panel=SPECULATION, metavar="TEXT")
     ] = None,
-    file: File = None,
-    cluster: Cluster = None,
-    address: Address = None,
-    ca_certs: CaCerts = None,
-    api_key: ApiKey = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
+    router: RouterOptions,
     as_json: Json = False,
     **controls: Any,
 ) -> None:
@@ -194,8 +177,7 @@ def _generate(
         "prompt_logprobs": prompt_logprobs,
         "logprobs_mode": logprobs_mode,
     }
-    router = address or router_of(running(cluster, file))
-    with Client(endpoint(router, ca_certs, api_key, client_cert, client_key)) as client:
+    with Client(router.endpoint()) as client:
         answer = _ask(client, [{"role": "user", "content": text}] if chat else text, options, silent=as_json)
     if as_json:
         print(json.dumps(answer.to_dict()))
@@ -203,7 +185,7 @@ def _generate(
         fail(f"the request {answer.request_id} was aborted", 1)
 
 
-generate = with_control_options(_generate, after="top_p", panel=SAMPLING)
+generate = with_control_options(with_router_options(_generate), after="top_p", panel=SAMPLING)
 
 
 def _ask(client: Client, prompt: Prompt, options: dict[str, Any], *, silent: bool) -> Completion:

@@ -12,22 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import (
-    Address,
-    ApiKey,
-    CaCerts,
-    ClientCert,
-    ClientKey,
-    Cluster,
-    File,
-    Json,
-    endpoint,
-    note,
-    router_of,
-    running,
-)
+from outrider.cluster.commands.common import Json, note
 from outrider.cluster.commands.curves import curves as split_into_curves
 from outrider.cluster.commands.curves import joined
+from outrider.cluster.commands.router_options import RouterOptions, with_router_options
 from outrider.core.errors import DeadlineExceeded, OutriderError
 
 if TYPE_CHECKING:
@@ -39,7 +27,9 @@ _NUMBERS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*")
 Tell = Callable[[str, int, int], None]
 
 
+@with_router_options
 def profile(
+    *,
     rows: Annotated[
         str | None,
         typer.Option("--rows", help="Rows of a pass, such as 1,5,9. Default: twelve numbers from 1 to 32."),
@@ -67,13 +57,7 @@ def profile(
         Path | None, typer.Option("--plots", help="Write pictures (PNG) here.", metavar="FOLDER", show_default=False)
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that it may take.", min=1)] = 900.0,
-    file: File = None,
-    cluster: Cluster = None,
-    address: Address = None,
-    ca_certs: CaCerts = None,
-    api_key: ApiKey = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
+    router: RouterOptions,
     as_json: Json = False,
 ) -> None:
     """Measure what a pass over 1 to 32 rows, a drafted token and a hop cost on a running cluster.
@@ -89,10 +73,9 @@ def profile(
         num_runs=runs,
         num_proposals=proposals,
     )
-    named = address or router_of(running(cluster, file))
-    router = endpoint(named, ca_certs, api_key, client_cert, client_key)
+    endpoint = router.endpoint()
     requests = split_into_curves(request) if curves else [request]
-    result = _with_bar(lambda tell: asyncio.run(_measure_all(router, requests, timeout, tell)))
+    result = _with_bar(lambda tell: asyncio.run(_measure_all(endpoint, requests, timeout, tell)))
     facts = as_facts(result)
     for line in facts["left_out"]:
         note(f"left out: {line}")

@@ -10,19 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cluster.commands.common import (
-    Address,
-    ApiKey,
-    CaCerts,
-    ClientCert,
-    ClientKey,
-    Cluster,
-    File,
-    Json,
-    endpoint,
-    router_of,
-    running,
-)
+from outrider.cluster.commands.common import Json
+from outrider.cluster.commands.router_options import RouterOptions, with_router_options
 from outrider.core.errors import OutriderError
 
 Facts = dict[str, Any]
@@ -30,14 +19,10 @@ Facts = dict[str, Any]
 TIMEOUT_S = 10.0
 
 
+@with_router_options
 def status(
-    file: File = None,
-    cluster: Cluster = None,
-    address: Address = None,
-    ca_certs: CaCerts = None,
-    api_key: ApiKey = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
+    *,
+    router: RouterOptions,
     as_json: Json = False,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="A table on the terminal that is kept up to date; Ctrl-C ends it.")
@@ -54,12 +39,12 @@ def status(
         raise typer.BadParameter("does not go with --json, which prints one object", param_hint="--watch")
     if watch and not sys.stdout.isatty():
         raise typer.BadParameter("needs a terminal; scripts take --json", param_hint="--watch")
-    state = None if address else running(cluster, file)
-    router = address or router_of(state)
-    with Client(endpoint(router, ca_certs, api_key, client_cert, client_key), timeout=TIMEOUT_S) as client:
+    state = router.state()
+    endpoint = router.endpoint(state)
+    with Client(endpoint, timeout=TIMEOUT_S) as client:
 
         def look() -> Facts:
-            return merge_status(state, router, client.status())
+            return merge_status(state, endpoint.address, client.status())
 
         if watch:
             _watch(look, interval)

@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.kernels.reference.rejection import RESIDUAL_MASS_FLOOR
 from outrider.kernels.triton.buffers import VOCAB_BLOCK, VerifyBuffers
 from outrider.kernels.triton.noise import gumbel, uniforms
-from outrider.kernels.triton.scores import best_of_blocks, checked_shape, ids_of, scores_of
+from outrider.kernels.triton.scores import best_of_blocks, checked_layout, ids_of, scores_of
 
 _MASS_FLOOR = tl.constexpr(RESIDUAL_MASS_FLOOR)
 
@@ -29,18 +29,22 @@ def decide(buffers: VerifyBuffers, scores: Tensor, token_ids: Tensor | None = No
         accepted [n] bool, and own [n] int64: the target's token where the proposal was not accepted, else -1. The
         latter is a view of ``buffers.own``.
     """
-    n, size = checked_shape(buffers, scores, token_ids)
-    blocks, top_m = triton.cdiv(size, VOCAB_BLOCK), buffers.draft_ids.shape[1]
-    ids, is_sparse = (buffers.own, False) if token_ids is None else (token_ids, True)
-    stride, id_stride, width = scores.stride(0), ids.stride(0), buffers.best.shape[1]
-    tiles = {"block_tile": triton.next_power_of_2(blocks), "draft_tile": triton.next_power_of_2(top_m)}
-    _weigh_kernel[(n, blocks)](
-        scores, buffers.temperatures, buffers.highest, buffers.weight, size, stride, width, block=VOCAB_BLOCK
+    layout = checked_layout(buffers, scores, token_ids)
+    n, top_m = layout.num_rows, buffers.draft_ids.shape[1]
+    _weigh_kernel[(n, layout.blocks)](
+        scores,
+        buffers.temperatures,
+        buffers.highest,
+        buffers.weight,
+        layout.size,
+        layout.stride,
+        layout.width,
+        block=VOCAB_BLOCK,
     )
     _accept_kernel[(n,)](
         scores,
         buffers.temperatures,
-        ids,
+        layout.token_ids,
         buffers.proposed,
         buffers.draft_ids,
         buffers.draft_probs,
@@ -49,20 +53,21 @@ def decide(buffers: VerifyBuffers, scores: Tensor, token_ids: Tensor | None = No
         buffers.weight,
         buffers.norms,
         buffers.accepted,
-        size,
-        stride,
-        id_stride,
-        width,
-        blocks,
+        layout.size,
+        layout.stride,
+        layout.id_stride,
+        layout.width,
+        layout.blocks,
         top_m,
-        is_sparse=is_sparse,
+        is_sparse=layout.is_sparse,
         block=VOCAB_BLOCK,
-        **tiles,
+        block_tile=layout.block_tile,
+        draft_tile=triton.next_power_of_2(top_m),
     )
-    _residual_kernel[(n, blocks)](
+    _residual_kernel[(n, layout.blocks)](
         scores,
         buffers.temperatures,
-        ids,
+        layout.token_ids,
         buffers.draft_ids,
         buffers.draft_probs,
         buffers.keys,
@@ -73,16 +78,16 @@ def decide(buffers: VerifyBuffers, scores: Tensor, token_ids: Tensor | None = No
         buffers.best_columns,
         buffers.spare,
         buffers.spare_columns,
-        size,
-        stride,
-        id_stride,
-        width,
+        layout.size,
+        layout.stride,
+        layout.id_stride,
+        layout.width,
         top_m,
-        is_sparse=is_sparse,
+        is_sparse=layout.is_sparse,
         block=VOCAB_BLOCK,
     )
     _pick_kernel[(n,)](
-        ids,
+        layout.token_ids,
         buffers.norms,
         buffers.accepted,
         buffers.mass,
@@ -91,11 +96,11 @@ def decide(buffers: VerifyBuffers, scores: Tensor, token_ids: Tensor | None = No
         buffers.spare,
         buffers.spare_columns,
         buffers.own,
-        id_stride,
-        width,
-        blocks,
-        is_sparse=is_sparse,
-        block_tile=tiles["block_tile"],
+        layout.id_stride,
+        layout.width,
+        layout.blocks,
+        is_sparse=layout.is_sparse,
+        block_tile=layout.block_tile,
     )
     return buffers.accepted[:n] != 0, buffers.own[:n]
 

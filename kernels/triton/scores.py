@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,8 +11,36 @@ from torch import Tensor
 from outrider.kernels.triton.buffers import VOCAB_BLOCK, VerifyBuffers
 
 
-def checked_shape(buffers: VerifyBuffers, scores: Tensor, token_ids: Tensor | None) -> tuple[int, int]:
-    """Rows and tokens of scores that the buffers hold. Raises ``ValueError`` where they do not."""
+@dataclass(frozen=True)
+class Layout:
+    """How kernels find their way in scores and buffers.
+
+    Attributes:
+        num_rows: rows of scores; size: tokens of each; blocks: into which these are cut.
+        token_ids: [num_rows, size] int64 where ``is_sparse``; else nobody reads them.
+        stride, id_stride: from one row to the next, of scores and of token ids.
+        width: the same in what blocks found.
+        block_tile: a power of two that ``blocks`` fit into.
+    """
+
+    num_rows: int
+    size: int
+    blocks: int
+    token_ids: Tensor
+    is_sparse: bool
+    stride: int
+    id_stride: int
+    width: int
+    block_tile: int
+
+
+def checked_layout(buffers: VerifyBuffers, scores: Tensor, token_ids: Tensor | None) -> Layout:
+    """Of scores that the buffers hold. Raises ``ValueError`` where they do not.
+
+    Args:
+        scores: [n, s] float64 or float32.
+        token_ids: [n, s] int64, or None for the whole vocabulary.
+    """
     n, size = scores.shape
     if n > len(buffers.own) or size > buffers.best.shape[1] * VOCAB_BLOCK:
         raise ValueError(f"scores are [{n}, {size}], but the buffers hold {len(buffers.own)} rows")
@@ -18,7 +48,19 @@ def checked_shape(buffers: VerifyBuffers, scores: Tensor, token_ids: Tensor | No
         raise ValueError("scores must have tokens, those of a row side by side")
     if token_ids is not None and (token_ids.shape != scores.shape or token_ids.stride(1) != 1):
         raise ValueError(f"token ids are {tuple(token_ids.shape)}, and scores [{n}, {size}]")
-    return n, size
+    blocks = triton.cdiv(size, VOCAB_BLOCK)
+    ids, is_sparse = (buffers.own, False) if token_ids is None else (token_ids, True)
+    return Layout(
+        num_rows=n,
+        size=size,
+        blocks=blocks,
+        token_ids=ids,
+        is_sparse=is_sparse,
+        stride=scores.stride(0),
+        id_stride=ids.stride(0),
+        width=buffers.best.shape[1],
+        block_tile=triton.next_power_of_2(blocks),
+    )
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.kernels.triton.buffers import VOCAB_BLOCK, VerifyBuffers
 from outrider.kernels.triton.noise import gumbel
-from outrider.kernels.triton.scores import best_of_blocks, checked_shape, ids_of, scores_of
+from outrider.kernels.triton.scores import best_of_blocks, checked_layout, ids_of, scores_of
 
 
 def greedy(buffers: VerifyBuffers, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,37 +75,35 @@ def commit(buffers: VerifyBuffers, num_chains: int, max_rows: int) -> tuple[Tens
 
 
 def _draw(buffers: VerifyBuffers, scores: Tensor, token_ids: Tensor | None, noisy: bool) -> tuple[Tensor, Tensor]:
-    n, size = checked_shape(buffers, scores, token_ids)
-    blocks = triton.cdiv(size, VOCAB_BLOCK)
-    ids, is_sparse = (buffers.own, False) if token_ids is None else (token_ids, True)
-    width = buffers.best.shape[1]
-    _best_kernel[(n, blocks)](
+    layout = checked_layout(buffers, scores, token_ids)
+    n = layout.num_rows
+    _best_kernel[(n, layout.blocks)](
         scores,
         buffers.temperatures,
-        ids,
+        layout.token_ids,
         buffers.keys,
         buffers.best,
         buffers.best_columns,
-        size,
-        scores.stride(0),
-        ids.stride(0),
-        width,
+        layout.size,
+        layout.stride,
+        layout.id_stride,
+        layout.width,
         is_noisy=noisy,
-        is_sparse=is_sparse,
+        is_sparse=layout.is_sparse,
         block=VOCAB_BLOCK,
     )
     _match_kernel[(n,)](
-        ids,
+        layout.token_ids,
         buffers.proposed,
         buffers.best,
         buffers.best_columns,
         buffers.own,
         buffers.accepted,
-        ids.stride(0),
-        width,
-        blocks,
-        is_sparse=is_sparse,
-        block_tile=triton.next_power_of_2(blocks),
+        layout.id_stride,
+        layout.width,
+        layout.blocks,
+        is_sparse=layout.is_sparse,
+        block_tile=layout.block_tile,
     )
     return buffers.accepted[:n] != 0, buffers.own[:n]
 

@@ -81,6 +81,7 @@ class Answer:
         self._choices = [_Choice(parsers[index] if parsers else None) for index in range(count)]
         self._created = int(time.time())
         self._prompt_tokens = 0
+        self._cached: dict[int, int] = {}  # of each prompt, once a choice of it has ended
         self._prompts: dict[int, generation_pb2.Prompt] = {}
         self._started: generation_pb2.Started | None = None
         self._finish: group_pb2.Finish | None = None
@@ -106,6 +107,7 @@ class Answer:
                 logprobs = tuple(response.delta.logprobs)
                 yield self._noted(Delta(first + response.delta.choice, pieces, logprobs))
         elif event == "finished":
+            self._cached[prompt] = response.finished.finish.cached_prompt_tokens
             yield self._noted(self._end(first + response.finished.choice, response.finished))
 
     def body(self) -> Json:
@@ -138,13 +140,16 @@ class Answer:
         return self._with_metrics(chunk)
 
     def usage(self) -> Json:
-        """Tokens so far."""
+        """Tokens so far, and at the end those of the prompts that the prefix cache held."""
         completion = sum(choice.num_tokens for choice in self._choices)
-        return {
+        usage: Json = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self._prompt_tokens + completion,
         }
+        if len(self._cached) == self.settings.num_prompts:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached.values())}
+        return usage
 
     def whole_choice(self, index: int, choice: _Choice) -> Json:
         raise NotImplementedError

@@ -18,7 +18,7 @@ from outrider.core.proposal import Proposal, SparseRow
 from outrider.core.sampling import Sampling, Verifier
 from outrider.kernels.batched.data import Chain
 from outrider.kernels.batched.verify import verify
-from outrider.router import scheduler as scheduler_module
+from outrider.router import planning
 from outrider.router.drafts import DraftClose, DraftFacts, DraftOpen
 from outrider.router.hearing import Heard, usable
 from outrider.router.requests import NewRequest, Request
@@ -143,6 +143,6 @@ def better_looking(request: Request) -> Heard | None:
 
 
 def test_listening_to_the_better_looking_draw_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "heard", better_looking)
+    monkeypatch.setattr(planning, "heard", better_looking)
     _, outcome, report = check(Verifier.REJECTION)
     assert outcome is Outcome.FAILED, report

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.core.errors import InvalidRequest, Unavailable
+from outrider.core.keepalive import server_keepalive
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.workers.draft.compute import ComputeThread
 from outrider.workers.draft.messages import CloseStream, Event, command_from_wire, event_to_wire
@@ -32,12 +33,8 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
     # A scheduler whose machine vanished says nothing: pings find out, so that its sessions do not hold blocks for ever.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Let schedulers find out about us in the same way.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    # Schedulers may find out about us in the same way.
+    *server_keepalive(10_000, 5_000, allowed_ms=1_000),
     # Two servers on one port would share its connections.
     ("grpc.so_reuseport", 0),
 )

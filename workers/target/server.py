@@ -24,6 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.core.errors import GroupError
+from outrider.core.keepalive import server_keepalive
 from outrider.core.plan import GroupInfo, PlanKind, StepPlan
 from outrider.core.wire import group_info_to_wire, plan_from_wire, result_to_wire
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
@@ -33,15 +34,12 @@ from outrider.workers.target.pipeline import MOST_PLANS, Pipeline
 log = logging.getLogger(__name__)
 
 SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
-_OPTIONS = (
+SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # q rows of a large plan
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),
-    # A scheduler that vanished without closing its connection is noticed.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    # A scheduler that vanished without closing its connection is noticed, and may find out about us in the same way.
+    *server_keepalive(10_000, 5_000, allowed_ms=1_000),
 )
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext
@@ -248,7 +246,7 @@ class TargetServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         service = TargetService(*self._service_args)
         target_pb2_grpc.add_TargetServiceServicer_to_server(service, server)
         health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.client._completion import (
     Choice,
@@ -86,7 +86,9 @@ class Answer:
         return Completion(
             request_id=self.request_id,
             seed=self._started.seed,
-            usage=Usage(choices[0].usage.prompt_tokens, sum(choice.usage.completion_tokens for choice in choices)),
+            usage=replace(
+                choices[0].usage, completion_tokens=sum(choice.usage.completion_tokens for choice in choices)
+            ),
             choices=choices,
             prompt_text=self.prompt_text,
             prompt_logprobs=self._prompt_logprobs if self._wants_prompt_logprobs else None,
@@ -109,7 +111,7 @@ class Answer:
             token_ids=tuple(token for delta in taken.deltas for token in delta.token_ids),
             finish_reason=FINISH_REASONS.get(finish.reason, "abort"),
             matched_stop=finish.matched_stop or None,
-            usage=Usage(finished.prompt_tokens, finished.completion_tokens),
+            usage=Usage(finished.prompt_tokens, finished.completion_tokens, finish.cached_prompt_tokens),
             reproducible=finish.reproducible,
             speculation=_speculation_from(finish.speculation, self._started.verifier),
             timing=timing_from(self._begun, taken.arrivals, now),

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.core.quantiles import nearest_rank
+
 
 @dataclass(frozen=True)
 class TopLogprob:
@@ -65,10 +67,15 @@ class Delta:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of the prompt and of the output."""
+    """Tokens of the prompt and of the output.
+
+    Attributes:
+        cached_prompt_tokens: those of the prompt that the server's prefix cache held, so that they were not computed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -267,20 +274,13 @@ class Completion:
         return {"request_id": self.request_id, **parts, **shared}
 
 
-def percentile(values: Sequence[float], fraction: float) -> float | None:
-    """The smallest value that is not below ``fraction`` of all of them (nearest rank); None of no values."""
-    if not values:
-        return None
-    return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
-
-
 def timing_from(started: float, arrivals: Sequence[float], ended: float) -> Timing:
     """``arrivals`` are the times, in seconds, at which messages with tokens came."""
-    gaps = [1000 * (after - before) for before, after in itertools.pairwise(arrivals)]
+    gaps = sorted(1000 * (after - before) for before, after in itertools.pairwise(arrivals))
     return Timing(
         ttft_ms=_rounded(1000 * (arrivals[0] - started) if arrivals else None),
-        itl_p50_ms=_rounded(percentile(gaps, 0.5)),
-        itl_p99_ms=_rounded(percentile(gaps, 0.99)),
+        itl_p50_ms=_rounded(nearest_rank(gaps, 0.5) if gaps else None),
+        itl_p99_ms=_rounded(nearest_rank(gaps, 0.99) if gaps else None),
         total_ms=round(1000 * (ended - started), 3),
     )
 

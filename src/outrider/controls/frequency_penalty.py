@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider.controls.base import NumberControl, RowText, Stage
+from outrider.controls.base import RowText
 from outrider.controls.indices import output_counts
+from outrider.controls.output_penalty import OutputPenalty
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_PENALTY = 2.0
 
-
-class FrequencyPenalty(NumberControl):
+class FrequencyPenalty(OutputPenalty):
     """How often a token occurred in the output counts."""
 
     name = "frequency_penalty"
-    stage = Stage.LOGITS
     order = 40
     help = "Subtracted from the logits of tokens for each time that they occur in the output."
-    neutral = 0.0
-    needs_text = True
-
-    def limit(self, value: float) -> str | None:
-        return None if -MAX_PENALTY <= value <= MAX_PENALTY else f"from -{MAX_PENALTY:g} to {MAX_PENALTY:g}"
 
     def reference(self, row: Tensor, value: Any, text: RowText) -> Tensor:
         row = row.clone()

@@ -60,6 +60,8 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
         evict: answer every Open with Evicted.
         refuse: end every stream with FAILED_PRECONDITION and this line, as a worker does whose tokenizer is another.
         faults: what was wrong with messages of the scheduler; empty in a correct run.
+        answered: the length of each session's text that it proposed for last, by the session's id, those without room
+            for a proposal included.
     """
 
     model: ToyModel
@@ -77,6 +79,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
     num_opened: int = 0
     num_proposed: int = 0
     num_sessions: int = 0
+    answered: dict[int, int] = field(default_factory=dict)
 
     def _register(self, server: Any) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -85,6 +88,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
         """Die at once: streams break and sessions are gone."""
         await super().stop()
         self.num_sessions = 0
+        self.answered.clear()
 
     def record(self) -> dict[str, Any]:
         """What it would announce in the registry."""
@@ -151,6 +155,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
             case "close":
                 if sessions.pop(request.close.session_id, None) is not None:
                     self.num_sessions -= 1
+                    self.answered.pop(request.close.session_id, None)
         return None
 
     def _open(
@@ -199,7 +204,10 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
         count = min(session.num_tokens, self.max_num_tokens)
         tokens = self._tokens(session, count)
         await asyncio.sleep(self.delay_s)
-        if session_id not in sessions or not tokens:
+        if session_id not in sessions:
+            return
+        self.answered[session_id] = base
+        if not tokens:
             return
         self.num_proposed += 1
         proposal = common_pb2.Proposal(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,20 @@ from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 @dataclass
 class _Sequence:
-    """What the group holds of one sequence: its first ``len(text)`` positions have keys and values."""
+    """What the group holds of one sequence: its first ``len(text)`` positions have keys and values.
+
+    Attributes:
+        blocks: its block table, as it was told last.
+        num_valid: positions that others may share: those that were decided before the step that runs.
+        num_held: blocks that are certainly its own; those behind them may have been given back untold.
+    """
 
     text: HashedTokens
     blocks: list[int]
     sampling: Sampling
     matcher: Matcher | None = None
-    kv_len: int = 0
+    num_valid: int = 0
+    num_held: int = 0
 
 
 @dataclass
@@ -50,6 +57,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
 
     Attributes:
         step_s: time that a step takes.
+        before_step: called with each plan before it runs, to be waited for.
         model_dir: a folder of ``write_toy_model``, for requests with grammars.
         nan_prompts: sequences whose text begins with one of these fail with INVALID_LOGITS once they sample.
         faults: what was wrong with plans; empty in a correct run.
@@ -65,6 +73,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
     fingerprint: str = ""
     epoch: int = 1
     step_s: float = 0.0
+    before_step: Callable[[StepPlan], Awaitable[None]] | None = None
     max_model_len: int = 512
     num_blocks: int = 256
     block_size: int = 4
@@ -165,6 +174,8 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
                 yield target_pb2.StepsResponse(header=header, failure=failure)
                 return
             plan = plan_from_wire(self.epoch, request.plan)
+            if self.before_step is not None:
+                await self.before_step(plan)
             yield target_pb2.StepsResponse(header=header, result=result_to_wire(self.run(plan)))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -182,6 +193,8 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
         fault = self._sharing_fault()
         if fault is not None:
             self.faults.append(f"step {plan.step}: {fault}")
+        for sequence in plan.sequences:
+            self._settle(sequence)
         checksum = committed_checksum((sequence.seq_id, sequence.kv_len) for sequence in plan.sequences)
         self._last = (plan, results)
         dropped, ran = undecided(wanted, plan), iter(results)
@@ -196,11 +209,11 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
             return replace(result, error=SequenceError.INVALID_PLAN, error_message=fault)
         sequence = self._sequences[plan.seq_id]
         sampling = sequence.sampling
-        sequence.kv_len = plan.kv_len
+        sequence.num_valid, sequence.num_held = plan.kv_len, len(sequence.blocks)
         text = sequence.text
         text.truncate(plan.kv_len)
         text.extend(plan.tokens[: plan.num_text_tokens])
-        self._write(sequence)
+        self._write(sequence, plan.kv_len)
         if any(tuple(text.tokens[: len(start)]) == start for start in self.nan_prompts) and plan.verified_rows:
             message = "the target's logits are not finite"
             return replace(result, error=SequenceError.INVALID_LOGITS, error_message=message)
@@ -216,7 +229,7 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
         if verdict.error is not None:
             return replace(result, error=SequenceError.NOTHING_ALLOWED, error_message=verdict.error)
         text.extend(verdict.committed[:-1])  # rejected tokens leave nothing behind
-        self._write(sequence)
+        self._write(sequence, plan.kv_len)
         if plan.num_proposal_tokens:
             self.proposals.append((plan.num_proposal_tokens, verdict.num_accepted))
         return replace(
@@ -282,9 +295,9 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
             raise ValueError("a request with a grammar came, but this StandInTarget has no model_dir")
         return GrammarCompiler(self.model_dir, VOCAB_SIZE, [EOS]).matcher(sampling.grammar)
 
-    def _write(self, sequence: _Sequence) -> None:
+    def _write(self, sequence: _Sequence, start: int) -> None:
         size = self.block_size
-        for index in range(sequence.kv_len // size, -(-len(sequence.text) // size)):
+        for index in range(start // size, -(-len(sequence.text) // size)):
             self._slots[sequence.blocks[index]] = sequence.text.tokens[index * size : (index + 1) * size]
 
     def _read(self, blocks: Sequence[int], length: int) -> list[int] | None:
@@ -292,12 +305,22 @@ class StandInTarget(target_pb2_grpc.TargetServiceServicer, StandInServer):
         text = [token for block in blocks[: -(-length // self.block_size)] for token in self._slots.get(block, [])]
         return text[:length] if len(text) >= length else None
 
+    def _settle(self, plan: SequencePlan) -> None:
+        """A step of a sequence is over. What it decided others may share, also in steps that the sequence sits out; and
+        blocks that held only rejected tokens may be others' before the sequence is told.
+        """
+        sequence = self._sequences.get(plan.seq_id)
+        if sequence is not None:
+            sequence.num_valid = len(sequence.text)
+            if plan.verified_rows:
+                sequence.num_held = min(sequence.num_held, sequence.num_valid // self.block_size + 1)
+
     def _sharing_fault(self) -> str | None:
         """Sequences may share blocks that are full and committed in each of them, and no others."""
         owners: dict[int, bool] = {}
         for sequence in self._sequences.values():
-            for index, block in enumerate(sequence.blocks):
-                is_full = index < sequence.kv_len // self.block_size
+            for index, block in enumerate(sequence.blocks[: sequence.num_held]):
+                is_full = index < sequence.num_valid // self.block_size
                 if block in owners and not (is_full and owners[block]):
                     return f"block {block} belongs to two sequences"
                 owners[block] = is_full

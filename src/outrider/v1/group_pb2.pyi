@@ -364,11 +364,16 @@ class Finish(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     REPRODUCIBLE_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     matched_stop: _builtins.str
     """The stop string or token that ended the text."""
     error_message: _builtins.str
     reproducible: _builtins.bool
+    cached_prompt_tokens: _builtins.int
+    """Tokens of the prompt that the prefix cache held when the request began, so that they were not computed; of several
+    choices the first to begin.
+    """
     @_builtins.property
     def speculation(self) -> Global___SpeculationStats: ...
     def __init__(
@@ -379,10 +384,11 @@ class Finish(_message.Message):
         error_message: _builtins.str = ...,
         speculation: Global___SpeculationStats | None = ...,
         reproducible: _builtins.bool = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_message", b"error_message", "matched_stop", b"matched_stop", "reason", b"reason", "reproducible", b"reproducible", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "error_message", b"error_message", "matched_stop", b"matched_stop", "reason", b"reason", "reproducible", b"reproducible", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

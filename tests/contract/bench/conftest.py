@@ -20,7 +20,7 @@ from outrider.testing import StandInDraft, StandInTarget, ToyModel, write_toy_mo
 from outrider.testing.toy import toy_fingerprint
 
 NUMBERS = itertools.count()
-TIMES = GroupSettings(step_timeout_s=5.0, attach_timeout_s=2.0, grace_s=1.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
+TIMES = GroupSettings(step_timeout_s=60.0, attach_timeout_s=30.0, grace_s=1.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
 
 
 @dataclass

@@ -59,6 +59,13 @@ async def test_defaults_are_what_the_group_has_room_for(stand_ins: Any) -> None:
     stand_ins.check()
 
 
+@pytest.fixture
+def soon_over(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A client's timeout in seconds, of which the router leaves half a second to a profile: the client hears why."""
+    monkeypatch.setattr("outrider.router.admin.REPLY_S", 59.5)
+    return 60.0
+
+
 async def test_what_does_not_fit_is_named(stand_ins: Any) -> None:
     _, result = await profile(
         stand_ins.address, rows=[1, 99], contexts=[8, 5000], num_sequences=[1, 90], num_runs=1, num_proposals=0
@@ -80,24 +87,32 @@ async def test_requests_go_first_and_find_the_cache_free(stand_ins: Any) -> None
     async with asyncio.timeout(60):
         while scheduler.pool.num_free > 100:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    async with AsyncClient(stand_ins.address, timeout=60) as client:
-        answer = await client.generate("a" * 600, max_tokens=40, temperature=0, num_speculative_tokens=0)
-        assert not running.done()
-        assert answer.usage.completion_tokens == 40
+        stand_ins.target.pause()
+        async with AsyncClient(stand_ins.address, timeout=60) as client:
+            asked = client.generate("a" * 600, max_tokens=40, temperature=0, num_speculative_tokens=0)
+            answering = asyncio.create_task(asked)
+            while not stand_ins.server.group.num_unfinished:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            stand_ins.target.resume()
+            answer = await answering
+            assert not running.done()
+            assert answer.usage.completion_tokens == 40
     _, result = await running
     assert [cost.num_runs for cost in result.passes] == [20, 20]
     stand_ins.check()
 
 
-async def test_a_busy_group_lets_it_run_out_of_time(stand_ins: Any) -> None:
-    stand_ins.target.step_s = 0.002
+async def test_a_busy_group_lets_it_run_out_of_time(stand_ins: Any, soon_over: float) -> None:
+    stand_ins.target.step_s = 0.01
     async with AsyncClient(stand_ins.address, timeout=30.0) as client:
         stream = client.stream("abc", max_tokens=900, temperature=0, num_speculative_tokens=0, ignore_eos=True)
         async with stream:
             events = stream.events()
             await anext(events)
             with pytest.raises(DeadlineExceeded, match="0 of 10 measurements were made"):
-                await profile(stand_ins.address, timeout=0.9, rows=[1], contexts=[8], num_runs=10, num_proposals=0)
+                await profile(
+                    stand_ins.address, timeout=soon_over, rows=[1], contexts=[8], num_runs=10, num_proposals=0
+                )
 
 
 async def test_one_at_a_time_and_a_client_that_leaves(stand_ins: Any) -> None:
@@ -210,13 +225,13 @@ def test_the_table_shows_each_context() -> None:
         assert part in table
 
 
-async def test_a_target_that_is_away_is_what_the_deadline_tells_of(stand_ins: Any) -> None:
+async def test_a_target_that_is_away_is_what_the_deadline_tells_of(stand_ins: Any, soon_over: float) -> None:
     await stand_ins.target.stop()
     async with asyncio.timeout(60):
         while stand_ins.server.group.is_attached:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     with pytest.raises(DeadlineExceeded, match="the target group is lost"):
-        await profile(stand_ins.address, timeout=0.9, rows=[1], contexts=[8])
+        await profile(stand_ins.address, timeout=soon_over, rows=[1], contexts=[8])
 
 
 async def test_a_client_that_leaves_takes_the_drafts_request_along(stand_ins: Any) -> None:

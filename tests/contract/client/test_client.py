@@ -25,7 +25,7 @@ from outrider.client import (
     OutriderError,
     Unavailable,
 )
-from outrider.client._completion import percentile
+from outrider.client._completion import timing_from
 from outrider.client._request import build_request
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, group_pb2
 
@@ -84,7 +84,7 @@ SURFACE = {
     "TopLogprob": set(),
     "Unauthenticated": set(),
     "Unavailable": set(),
-    "Usage": set(),
+    "Usage": {"cached_prompt_tokens"},
 }
 
 
@@ -263,7 +263,7 @@ async def test_every_call_has_a_deadline() -> None:
 
 
 async def test_nobody_there() -> None:
-    async with AsyncClient("127.0.0.1:1", timeout=5) as client:
+    async with AsyncClient("127.0.0.1:1", timeout=60) as client:
         with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1:1 .*is the cluster up\?"):
             await client.generate("hi")
 
@@ -378,7 +378,7 @@ def test_what_a_field_cannot_hold_is_refused_by_name(options: dict[str, Any], fi
 
 
 async def test_live_settings_that_no_field_holds() -> None:
-    async with AsyncClient("127.0.0.1:1", timeout=5) as client:
+    async with AsyncClient("127.0.0.1:1", timeout=60) as client:
         for options in ({"num_speculative_tokens": -1}, {"verifier": "lucky"}):
             with pytest.raises(InvalidRequest) as caught:
                 await client.update_settings(**options)  # type: ignore[arg-type]
@@ -399,8 +399,9 @@ def test_unknown_options_and_prompts() -> None:
     assert caught.value.field == "text"
 
 
-def test_percentiles() -> None:
-    assert percentile([], 0.5) is None
-    assert percentile([3.0], 0.99) == 3.0
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
-    assert percentile([float(value) for value in range(1, 101)], 0.99) == 99.0
+def test_times_between_messages() -> None:
+    for arrivals in ([], [1.5]):
+        timing = timing_from(1.0, arrivals, 2.0)
+        assert (timing.itl_p50_ms, timing.itl_p99_ms, timing.total_ms) == (None, None, 1000.0)
+    timing = timing_from(0.0, [1.0, 5.0, 6.0, 9.0, 11.0], 12.0)  # 4, 1, 3 and 2 seconds apart
+    assert (timing.ttft_ms, timing.itl_p50_ms, timing.itl_p99_ms) == (1000.0, 2000.0, 4000.0)

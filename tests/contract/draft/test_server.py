@@ -15,8 +15,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.cluster.redis_server import RedisServer
 from outrider.cluster.registry import Registry
 from outrider.core.fingerprint import tokenizer_fingerprint
+from outrider.core.prefix import hash_tokens
 from outrider.core.sampling import Sampling, Verifier
-from outrider.v1 import common_pb2, draft_pb2
+from outrider.core.wire import sampling_to_wire
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from outrider.workers.draft import server
+from outrider_pings import with_quick_pings
+from outrider_testbed.relay import Relay
 
 Connect = Callable[..., Any]
 Decode = Callable[..., Any]
@@ -359,3 +364,33 @@ async def test_registration(start_worker: Callable[..., Any], tmp_path: Path) ->
             assert await registry.members("draft") == {}
     finally:
         redis.stop()
+
+
+async def test_a_scheduler_whose_host_is_gone_holds_nothing(
+    start_worker: Callable[..., Any], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a host says nothing, not even that its connections end."""
+    monkeypatch.setattr(server, "SERVER_OPTIONS", with_quick_pings(server.SERVER_OPTIONS))
+    worker = start_worker()
+    with Relay(worker.facts["address"]) as relay:
+        async with grpc.aio.insecure_channel(relay.address) as channel:
+            call: Any = draft_pb2_grpc.DraftServiceStub(channel).Session()
+            hello = draft_pb2.SchedulerHello(
+                scheduler_id="s", group_id="g", tokenizer_fingerprint=tokenizer_fingerprint(model_dir), vocab_size=300
+            )
+            opened = draft_pb2.Open(
+                session_id=1,
+                tokens=TEXT,
+                prefix_len=len(TEXT),
+                prefix_hash=hash_tokens(TEXT),
+                sampling=sampling_to_wire(GREEDY),
+                num_tokens=4,
+            )
+            header = common_pb2.Header(epoch=1, generation=1)
+            await call.write(draft_pb2.SessionRequest(header=header, hello=hello))
+            await call.write(draft_pb2.SessionRequest(header=header, open=opened))
+            await worker.until(lambda batcher: bool(batcher.sessions))
+            relay.delay_s = (1e6, 1e6)
+            async with asyncio.timeout(40):  # less than gRPC's own timeout of pings
+                await worker.until(lambda batcher: not batcher.sessions)
+            call.cancel()

@@ -18,6 +18,7 @@ from outrider.client import AsyncClient
 from outrider.cluster.config import ClusterConfig, parse_config
 from outrider.cluster.redis_server import RedisServer
 from outrider.cluster.registry import Registry
+from outrider.core.plan import StepPlan
 from outrider.core.tracing import Tracing
 from outrider.router.frontend import Frontend
 from outrider.router.grammar_door import GrammarDoor
@@ -31,7 +32,7 @@ from outrider.testing.toy import toy_fingerprint
 from outrider.v1 import generation_pb2_grpc
 
 NUMBERS = itertools.count()
-TIMES = GroupSettings(step_timeout_s=5.0, attach_timeout_s=2.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
+TIMES = GroupSettings(step_timeout_s=60.0, attach_timeout_s=30.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0)
 # A step of a target that is paused must not end, however slow the machine is.
 PATIENT = replace(TIMES, step_timeout_s=120.0)
 
@@ -74,6 +75,8 @@ class World:
         self.name = f"test-{next(NUMBERS)}"
         self.fingerprint = toy_fingerprint(model_folder)
         self.registry = Registry(redis_url, self.name)
+        # Members stay as long as a test says, however long the machine stops for.
+        self._lasting = Registry(redis_url, self.name, ttl_s=600.0, timeout_s=60.0)
         self.stack = stack
         self._announcers: dict[tuple[str, str], asyncio.Task[None]] = {}
 
@@ -124,15 +127,27 @@ class World:
         grammars = GrammarDoor(self.folder, tokenizer)
         self.stack.callback(grammars.close)
         listener = grpc.aio.server()
-        frontend = Frontend(route, tokenizer, grammars, Defaults(), default_timeout_s=20.0)
+        frontend = Frontend(route, tokenizer, grammars, Defaults(), default_timeout_s=60.0)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(frontend, listener)
         address = f"127.0.0.1:{listener.add_insecure_port('127.0.0.1:0')}"
         await listener.start()
         self.stack.push_async_callback(listener.stop, None)
         return await self.stack.enter_async_context(AsyncClient(address, timeout=60))
 
-    async def client(self, server: RouterServer, timeout: float = 20.0) -> AsyncClient:
+    async def client(self, server: RouterServer, timeout: float = 60.0) -> AsyncClient:
         return await self.stack.enter_async_context(AsyncClient(server.address, timeout=timeout))
+
+    def keep_in_step(self, target: StandInTarget, draft: StandInDraft, behind: int = 0) -> None:
+        """Let no step of the one request that runs begin before its draft proposed for the text that it continues, but
+        for the last ``behind`` tokens. So it does not matter how fast target and draft are.
+        """
+
+        async def proposed(plan: StepPlan) -> None:
+            (sequence,) = plan.sequences
+            wanted = sequence.kv_len + sequence.num_text_tokens - behind
+            await until(lambda: all(length >= wanted for length in draft.answered.values()), "the draft proposes")
+
+        target.before_step = proposed
 
     async def drafts_ready(self, server: RouterServer, count: int = 1) -> None:
         def ready() -> bool:
@@ -146,7 +161,7 @@ class World:
 
         async def repeat() -> None:
             while True:
-                await self.registry.announce(kind, member_id, record)
+                await self._lasting.announce(kind, member_id, record)
                 await asyncio.sleep(0.5)
 
         old = self._announcers.pop((kind, member_id), None)
@@ -164,6 +179,7 @@ class World:
         for task in self._announcers.values():
             task.cancel()
         await self.registry.aclose()
+        await self._lasting.aclose()
 
 
 @pytest.fixture

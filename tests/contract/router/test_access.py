@@ -19,7 +19,7 @@ import pytest
 
 from outrider.core.logs import LogSettings, Process, configure, json_formatter
 from outrider.router.server import RouterServer
-from outrider.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from outrider.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, group_pb2, group_pb2_grpc
 
 SECRET_PROMPT = "Attack at dawn"
 SECRET = "xyzzy"
@@ -156,6 +156,28 @@ async def test_no_id_writes_lines_of_its_own(world: Any, caplog: pytest.LogCaptu
         with pytest.raises(grpc.aio.AioRpcError, match="request_id is"):
             await stub.Abort(asked, timeout=60)
     await line(world, caplog, 2)
+    assert "forged" not in written(caplog)
+
+
+@pytest.mark.parametrize("bad_id", ["x\nINFO forged", "forged\x1b[2J", "forged" * 1000])
+async def test_no_id_of_another_router_writes_lines_of_its_own(
+    world: Any, caplog: pytest.LogCaptureFixture, bad_id: str
+) -> None:
+    await world.target()
+    server = await world.router()
+    async with grpc.aio.insecure_channel(server.group_address) as channel:
+        stub = group_pb2_grpc.GroupServiceStub(channel)
+        submitted = group_pb2.SubmitRequest(request_id=bad_id, prompt_tokens=[1, 2])
+        submitted.sampling.SetInParent()
+        for call in (
+            lambda: stub.Submit(submitted, timeout=60),
+            lambda: stub.Watch(group_pb2.WatchRequest(request_id=bad_id), timeout=60).read(),
+            lambda: stub.Abort(group_pb2.AbortRequest(request_id=bad_id), timeout=60),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="request_id is"):
+                await call()
+    logged = [record.getMessage() for record in caplog.records if record.name.endswith("group_service")]
+    assert logged == [f"{what}: InvalidRequest: request_id" for what in ("submit", "watch", "abort")]
     assert "forged" not in written(caplog)
 
 

@@ -110,15 +110,17 @@ async def test_cancelling_ends_every_choice(world: Any, client_of: Any, after: i
 
 
 async def test_an_abort_ends_every_choice_and_the_stream_tells_each(world: Any, client_of: Any) -> None:
-    await world.target(step_s=0.005)
+    target = await world.target(step_s=0.005)
     server = await world.router()
     client = await client_of(server)
     task = asyncio.create_task(client.generate(PROMPT, n=3, max_tokens=300, request_id="long"))
     await world.until(lambda: server.group.scheduler.snapshot().num_running == 3, "all choices run")
+    target.pause()
     assert await client.abort("long")
     completion = await task
     assert [choice.finish_reason for choice in completion.choices] == ["abort"] * 3
     assert not await client.abort("long")
+    target.resume()
     await world.until(lambda: free_blocks(server) == 256, "the blocks are free")
 
 
@@ -134,9 +136,10 @@ async def test_a_choice_that_fails_fails_the_request(world: Any, client_of: Any)
 
 
 async def test_they_are_admitted_together_or_not_at_all(world: Any, client_of: Any) -> None:
-    await world.target(step_s=0.02)
-    server = await world.router(router={"max_queue": 2, "max_num_seqs": 2})
+    target = await world.target()
+    server = await world.router(times=world.patient, router={"max_queue": 2, "max_num_seqs": 2})
     client = await client_of(server)
+    target.pause()
     task = asyncio.create_task(client.generate(PROMPT, max_tokens=30))
     await world.until(lambda: server.group.num_unfinished == 1, "one runs")
     with pytest.raises(Overloaded):
@@ -144,6 +147,7 @@ async def test_they_are_admitted_together_or_not_at_all(world: Any, client_of: A
     with pytest.raises(InvalidRequest, match="n is 5, but must be from 1 to 4"):
         await client.generate(PROMPT, n=5, max_tokens=2)
     assert server.group.num_unfinished == 1
+    target.resume()
     assert len((await client.generate(PROMPT, n=3, max_tokens=2)).choices) == 3
     await task
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +55,7 @@ async def test_abort_by_id(world: Any) -> None:
     target = await world.target(step_s=0.01)
     client = await world.client(await world.router())
     task = await start(world, client, target, max_tokens=400, request_id="long")
+    target.pause()
     assert await client.abort("long")
     completion = await task
     assert completion.finish_reason == "abort"
@@ -67,8 +67,10 @@ async def test_an_id_in_use_is_refused(world: Any) -> None:
     target = await world.target(step_s=0.01)
     client = await world.client(await world.router())
     task = await start(world, client, target, max_tokens=60, request_id="same")
+    target.pause()
     with pytest.raises(Conflict, match="request same runs already"):
         await client.generate(PROMPT, request_id="same")
+    target.resume()
     assert list((await task).token_ids) == expected(60)
 
 
@@ -102,20 +104,18 @@ async def test_the_servers_own_deadline(world: Any) -> None:
 
 async def test_a_slow_draft_holds_nobody_up(world: Any) -> None:
     target = await world.target(step_s=0.005)
-    await world.draft(delay_s=30.0)
+    await world.draft(delay_s=3600.0)
     server = await world.router()
     await world.drafts_ready(server)
     client = await world.client(server)
-    begun = time.monotonic()
     completion = await client.generate(PROMPT, max_tokens=60, temperature=0)
     assert list(completion.token_ids) == expected(60)
-    assert time.monotonic() - begun < 30.0, "the request waited for its draft"
     assert target.faults == []
 
 
 async def test_a_draft_that_is_a_little_late_still_helps(world: Any) -> None:
-    await world.target(step_s=0.01)
-    await world.draft(delay_s=0.02)
+    target = await world.target(step_s=0.01)
+    world.keep_in_step(target, await world.draft(delay_s=0.02), behind=2)
     server = await world.router()
     await world.drafts_ready(server)
     client = await world.client(server)
@@ -143,7 +143,7 @@ async def test_a_draft_that_dies_costs_no_text(world: Any) -> None:
 
 
 async def test_a_draft_that_comes_back_is_used_for_open_requests(world: Any) -> None:
-    target = await world.target(step_s=0.01)
+    target = await world.target(step_s=0.05)  # until the draft is there again
     draft = await world.draft()
     server = await world.router()
     await world.drafts_ready(server)
@@ -154,17 +154,20 @@ async def test_a_draft_that_comes_back_is_used_for_open_requests(world: Any) -> 
     opened = draft.num_opened
     await draft.start()
     await world.until(lambda: draft.num_opened > opened, "the open request gets a session again")
+    target.step_s = 0.001
     assert list((await task).token_ids) == expected(400)
     assert draft.faults == []
 
 
 async def test_a_draft_that_joins_late_is_used_for_open_requests(world: Any) -> None:
-    target = await world.target(step_s=0.01)
+    target = await world.target(step_s=0.05)  # until the draft is there
     server = await world.router()
     client = await world.client(server)
     task = await start(world, client, target, max_tokens=300)
     assert target.proposals == []
     draft = await world.draft()
+    await world.until(lambda: any(accepted for _, accepted in target.proposals) or task.done(), "the draft is used")
+    target.step_s = 0.001
     completion = await task
     assert list(completion.token_ids) == expected(300)
     assert completion.speculation.num_accepted_tokens > 0

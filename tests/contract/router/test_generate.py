@@ -36,8 +36,9 @@ async def test_without_a_draft(world: Any) -> None:
 @pytest.mark.parametrize("verifier", ["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("wrong_every", [0, 1, 3])
 async def test_with_a_draft(world: Any, verifier: str, wrong_every: int) -> None:
-    target = await world.target(step_s=0.003)
+    target = await world.target()
     draft = await world.draft(wrong_every=wrong_every)
+    world.keep_in_step(target, draft)
     server = await world.router()
     await world.drafts_ready(server)
     client = await world.client(server)
@@ -61,15 +62,20 @@ async def test_with_a_draft(world: Any, verifier: str, wrong_every: int) -> None
 
 
 async def test_streaming_gives_pieces_that_make_the_whole(world: Any) -> None:
-    target = await world.target(step_s=0.005)
+    target = await world.target()
     client = await world.client(await world.router())
-    pieces, arrivals = [], []
+    pieces: list[str] = []
+    arrivals: list[int] = []
+
+    async def taken(_: object) -> None:
+        await world.until(lambda: len(pieces) >= target.num_steps, "the client has what was committed")
+
+    target.before_step = taken
     async with client.stream(PROMPT, max_tokens=20, temperature=0) as stream:
         async for text in stream:
             pieces.append(text)
             arrivals.append(target.num_steps)
-    assert len(pieces) >= 10, "the text did not stream"
-    assert arrivals[0] < 20 <= arrivals[-1] + 1, "the first piece came only at the end"
+    assert arrivals == list(range(1, 21)), "the text did not stream"
     assert "".join(pieces) == stream.completion.text == bytes(expected(target.model, 20)).decode()
 
 

@@ -30,7 +30,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 DEADLINE_S = 60.0
 # A step of a target that is paused must not end, however slow the machine is.
 PATIENT = GroupSettings(
-    step_timeout_s=2 * DEADLINE_S, attach_timeout_s=2.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0
+    step_timeout_s=2 * DEADLINE_S, attach_timeout_s=30.0, grace_s=60.0, poll_s=0.05, retry_s=0.05, keep_s=30.0
 )
 
 
@@ -269,7 +269,31 @@ async def test_choices_of_several_prompts(world: Any, client: Any) -> None:
     for chunk in chunks[:-1]:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == [choice.text for choice in answer.choices]
-    assert (chunks[-1].choices, chunks[-1].usage) == ([], answer.usage)
+    assert chunks[-1].choices == []
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (sum(map(len, prompts)), 28)
+
+
+async def test_usage_tells_what_the_prefix_cache_gave(world: Any, client: Any) -> None:
+    """In blocks of four tokens, and one for each character."""
+    await world.target()
+    server = await world.router()
+    asked: dict[str, Any] = {"model": world.folder.name, "max_tokens": 2, "temperature": 0}
+    completions = client(server).completions
+    usages = [
+        (await completions.create(prompt=prompt, **asked)).usage
+        for prompt in ("Once upon a time", "Once upon a hill", ["Once upon a tree", "Twice", "Once upon"])
+    ]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in usages] == [0, 12, 12 + 0 + 8]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await completions.create(prompt="Once upon a bird", **asked, stream=True, stream_options=options)
+    *_, before, last = [chunk.usage async for chunk in stream]
+    assert before.prompt_tokens == last.prompt_tokens == 16
+    assert last.prompt_tokens_details.cached_tokens == 12
+    async with await world.client(server, DEADLINE_S) as grpc:
+        usage = (await grpc.generate("Once upon a wish", max_tokens=2, n=2)).usage
+        assert (usage.prompt_tokens, usage.cached_prompt_tokens) == (16, 12)
+        fresh = await grpc.generate("Once upon a wish", max_tokens=2, prompt_logprobs=0)
+        assert fresh.usage.cached_prompt_tokens == 0  # log-probabilities of a prompt are computed anew
 
 
 async def test_what_is_too_much_is_refused_for_now(world: Any, client: Any) -> None:

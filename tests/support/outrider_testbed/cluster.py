@@ -22,7 +22,7 @@ from outrider_testbed.workers import Draft, Target
 
 NUMBERS = itertools.count()
 READY_TIMEOUT_S = 60.0
-TTL_S = 3.0
+TTL_S = 60.0  # members stay as long as a test says, however long the machine stops for
 
 
 class Cluster:

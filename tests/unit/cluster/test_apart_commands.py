@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from outrider.cluster import supervisor
+from outrider.cluster import startup, supervisor
 from outrider.cluster.cli import app
 from outrider.cluster.config import parse_config
+from outrider.cluster.parts import ClusterParts
 from outrider.cluster.placement import NodeFacts
 from outrider.cluster.report import Reporter
 from outrider.cluster.state import StateFolder
@@ -78,14 +79,13 @@ class RayThatGrows:
 def test_the_target_waits_for_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_timeout_s: float, asked: int
 ) -> None:
-    monkeypatch.setattr(supervisor, "ROOM_POLL_S", 0.0)
+    monkeypatch.setattr(startup, "ROOM_POLL_S", 0.0)
     config = parse_config(APART, base=tmp_path)
     reporter = Reporter(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), as_records=False)
-    mine: Any = supervisor.Supervisor(
-        config, tmp_path, StateFolder("x"), reporter, with_router=False, room_timeout_s=room_timeout_s
-    )
-    mine._ray = ray = RayThatGrows()
-    placement = asyncio.run(mine._room())
+    parts: Any = ClusterParts.of(config, tmp_path, StateFolder("x"), reporter)
+    parts.ray = ray = RayThatGrows()
+    starting = startup.Startup(parts, lambda: None, with_router=False, room_timeout_s=room_timeout_s)
+    placement = asyncio.run(starting.room())
     reporter.close()
     assert len(placement.bundles) == 2
     assert ray.asked == asked
@@ -111,26 +111,24 @@ class RayThatComes:
 
 @pytest.mark.parametrize("room_timeout_s", [60.0, 0.0])
 def test_the_supervisor_waits_for_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_timeout_s: float) -> None:
-    monkeypatch.setattr(supervisor, "ROOM_POLL_S", 0.0)
+    monkeypatch.setattr(startup, "ROOM_POLL_S", 0.0)
     monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path))
     folder = StateFolder("x")
     folder.path.mkdir(parents=True, exist_ok=True)
     reporter = Reporter(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), as_records=False)
-    mine: Any = supervisor.Supervisor(
-        parse_config(APART, base=tmp_path), tmp_path, folder, reporter, with_router=False, room_timeout_s=room_timeout_s
-    )
-    mine._ray = ray = RayThatComes(3)
-
-    async def start() -> None:
-        await mine._start_ray()
+    parts: Any = ClusterParts.of(parse_config(APART, base=tmp_path), tmp_path, folder, reporter)
+    parts.ray = ray = RayThatComes(3)
+    taken: list[None] = []
+    starting = startup.Startup(parts, lambda: taken.append(None), with_router=False, room_timeout_s=room_timeout_s)
 
     if room_timeout_s:
-        asyncio.run(start())
+        asyncio.run(starting.start_ray())
+        assert len(taken) == 4  # after each time that Ray may have taken the signals
         assert ray.failures == 0
         assert (tmp_path / "log").read_text().count("waiting for Ray: Ray at 127.0.0.1:6379 does not answer") == 1
     else:
         with pytest.raises(Unavailable):
-            asyncio.run(start())
+            asyncio.run(starting.start_ray())
     reporter.close()
 
 

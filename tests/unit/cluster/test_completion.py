@@ -38,6 +38,7 @@ def test_the_script_is_printed(shell: str, part: str) -> None:
         ("outrider s", {"status", "supervise"}),
         ("outrider check", {"check-exactness"}),
         ("outrider status --w", {"--watch"}),
+        *((f"outrider {name} --addr", {"--address"}) for name in ("bench", "generate", "profile", "check-exactness")),
         ("outrider nothing-of-the-kind", set()),
     ],
 )

@@ -14,10 +14,11 @@ import grpc
 import pytest
 
 from outrider.cluster.config import ClusterConfig
+from outrider.cluster.parts import ClusterParts
 from outrider.cluster.report import Reporter
 from outrider.cluster.router_process import RouterProcess
 from outrider.cluster.state import StateFolder
-from outrider.cluster.supervisor import Supervisor
+from outrider.cluster.upkeep import restart_router
 from outrider.core.errors import GroupError, Unavailable
 from outrider.v1 import admin_pb2, group_pb2, group_pb2_grpc
 
@@ -95,11 +96,11 @@ async def test_one_that_runs_is_ended_before_the_next(
     folder = StateFolder(config.cluster)
     folder.path.mkdir()
     reporter = Reporter(os.open(os.devnull, os.O_WRONLY), as_records=False)
-    supervisor: Any = Supervisor(config, tmp_path / "settings.yaml", folder, reporter)
-    supervisor._router, supervisor._registry = idle, Newest()
+    parts: Any = ClusterParts.of(config, tmp_path / "settings.yaml", folder, reporter)
+    parts.router, parts.registry = idle, Newest()
     first = idle._process
     assert first is not None
-    await supervisor._start_router()
+    await restart_router(parts)
     reporter.close()
     assert first.poll() is not None
     assert idle.running()

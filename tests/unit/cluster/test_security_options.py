@@ -106,15 +106,20 @@ def test_every_command_that_calls_a_router_is_let_in(router: Router, command: st
     assert len(router.door.admitted) == 1
 
 
-def test_no_command_with_an_address_lacks_them(router: Router) -> None:
+def test_every_command_that_calls_a_router_describes_it_alike(router: Router) -> None:
     group: Any = typer.main.get_command(cli.app)
     options = {
-        name: {word for parameter in command.params for word in parameter.opts}
+        name: {word: parameter for parameter in command.params for word in parameter.opts}
         for name, command in group.commands.items()
     }
     assert {name for name, known in options.items() if "--address" in known} == set(COMMANDS)
-    for name in COMMANDS:
-        assert options[name] >= set(router.options), name
+    for option in ("--file", "--cluster", "--address", *router.options):
+        shown = {
+            (known.name, tuple(known.opts), known.help, known.envvar, known.metavar, known.rich_help_panel)
+            for known in (options[name][option] for name in COMMANDS)
+        }
+        assert len(shown) == 1, option
+        assert all(known for known in next(iter(shown))[:3])
 
 
 def test_variables_stand_for_options(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:

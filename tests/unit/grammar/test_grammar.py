@@ -215,7 +215,7 @@ def test_hostile_grammars_are_refused_in_time(compiler: GrammarCompiler, case: s
     started = time.monotonic()
     with pytest.raises(InvalidRequest):
         compiler.check(HOSTILE[case])
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
     compiler.check(GRAMMARS["regex"])  # the next ones are served
 
 

@@ -32,6 +32,33 @@ def test_a_second_request_takes_over_the_first_ones_prompt(toy) -> None:
     world.check_ends()
 
 
+def told(world, request_id: str) -> int:
+    return world.ends[request_id].finish.cached_prompt_tokens
+
+
+def test_a_request_tells_what_was_found_of_its_prompt(toy) -> None:
+    world = toy.World()
+    world.add("a", PROMPT, max_tokens=3)
+    world.run_to_end()
+    world.add("b", PROMPT[:14], max_tokens=3)
+    world.add("c", PROMPT, max_tokens=3)
+    world.take(world.scheduler.abort("c", "its client went", world.now))
+    assert starts(world) == [12]
+    world.run_to_end()
+    assert [told(world, request_id) for request_id in "abc"] == [0, 12, 0]
+    world.check_ends()
+
+
+def test_choices_tell_what_the_first_of_them_found(toy) -> None:
+    """That the others find what it computed is nothing that their client saved."""
+    world = toy.World()
+    for request_id, found in (("a", 0), ("b", 16)):
+        world.add(request_id, PROMPT, num_choices=3, max_tokens=3)
+        world.run_to_end()
+        assert [told(world, name) for name in (request_id, f"{request_id}/1", f"{request_id}/2")] == [found] * 3
+    world.check_ends()
+
+
 def test_the_last_token_of_a_prompt_is_computed_in_any_case(toy) -> None:
     world = toy.World()
     for request_id in "ab":
@@ -128,6 +155,7 @@ def test_a_preempted_request_finds_its_own_blocks(toy) -> None:
     world.run_to_end()
     assert preempted == 1
     assert world.scheduler.snapshot().prefix_cache_hits > 0
+    assert told(world, "a") == told(world, "b") == 0  # nothing of their prompts was there when they came
     world.check_ends()
 
 

@@ -16,13 +16,14 @@ import pytest
 from outrider.core.errors import GroupError
 from outrider.workers.target.channel import ChannelClosed, ShmPlanChannel, wait_until
 
+DEADLINE_S = 60.0
 ECHO = Path(__file__).with_name("echo_process.py")
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[ShmPlanChannel, ShmPlanChannel]]:
-    leader = ShmPlanChannel.create(2, deadline_s=0.3, capacity=16)
-    other = ShmPlanChannel.open(leader.path, 1, 2, deadline_s=0.3)
+    leader = ShmPlanChannel.create(2, deadline_s=DEADLINE_S, capacity=16)
+    other = ShmPlanChannel.open(leader.path, 1, 2, deadline_s=DEADLINE_S)
     leader.unlink()
     assert not os.path.exists(leader.path)
     yield leader, other
@@ -45,7 +46,7 @@ def test_arrays_of_any_length_arrive_in_order(pair: Pair, length: int) -> None:
     thread = threading.Thread(target=send)
     thread.start()
     received = [other.receive() for _ in sent]
-    thread.join(timeout=5)
+    thread.join(timeout=DEADLINE_S)
     assert all(np.array_equal(a, b) for a, b in zip(sent, received, strict=True))
 
 
@@ -60,11 +61,12 @@ def test_a_received_array_outlives_the_next_one(pair: Pair) -> None:
 
 def test_a_rank_that_takes_nothing_is_noticed(pair: Pair) -> None:
     leader, _ = pair
+    leader._deadline_s = 0.3
     leader.send(np.array([1]))
     start = time.monotonic()
     with pytest.raises(GroupError, match=r"ranks \[1\] did not take the last plan within 0.3 s"):
         leader.send(np.array([2]))
-    assert 0.3 <= time.monotonic() - start < 3
+    assert time.monotonic() - start >= 0.3
 
 
 def test_data_that_lags_behind_its_number_is_waited_for(pair: Pair) -> None:
@@ -96,11 +98,11 @@ def test_waiting_burns_no_core() -> None:
 
 
 def test_hand_off_between_processes() -> None:
-    there = ShmPlanChannel.create(2, deadline_s=30)
-    back = ShmPlanChannel.create(2, deadline_s=30)
-    answer = ShmPlanChannel.open(back.path, 1, 2, deadline_s=30)
+    there = ShmPlanChannel.create(2, deadline_s=DEADLINE_S)
+    back = ShmPlanChannel.create(2, deadline_s=DEADLINE_S)
+    answer = ShmPlanChannel.open(back.path, 1, 2, deadline_s=DEADLINE_S)
     process = subprocess.Popen([sys.executable, str(ECHO), there.path, back.path])
-    impatience = threading.Timer(30.0, answer.abort)  # a process that does not start must not hang the test
+    impatience = threading.Timer(DEADLINE_S, answer.abort)  # a process that does not start must not hang the test
     impatience.start()
     try:
         there.send(np.arange(1))  # the process is up

@@ -131,13 +131,13 @@ def test_a_late_grammar_keeps_only_its_own_sequence_waiting(run: Any, maker: Mak
 def test_a_step_waits_for_a_grammar_where_nobody_else_waits(
     run: Any, maker: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leader_module, "GRAMMAR_PATIENCE_S", 20.0)
+    monkeypatch.setattr(leader_module, "GRAMMAR_PATIENCE_S", 200.0)
     threading.Timer(0.05, lambda: maker.futures[0].set_result(EvenNumbers())).start()
     (bound,) = run(first(1, BOUND))
     assert bound.committed == (6,)
     started = time.monotonic()
     assert run(first(2, BOUND), first(3, FREE))[0].error is SequenceError.NOT_READY
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 100
 
 
 def test_a_chunk_without_logits_asks_nothing(run: Any, maker: Maker) -> None:

@@ -67,7 +67,7 @@ async def test_a_third_plan_waits() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     leader.futures[0].set_result(None)
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, 60)
     pipeline.close()
 
 

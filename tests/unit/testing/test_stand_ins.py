@@ -124,6 +124,24 @@ def test_full_blocks_can_be_shared_and_others_cannot() -> None:
     assert "do not hold that many positions" in target.faults.pop()
 
 
+@pytest.mark.parametrize("num_rejected", [0, 4])
+def test_who_sits_out_shares_what_it_decided_and_gives_back_what_was_rejected(num_rejected: int) -> None:
+    """Its own plan, in which all that is told, comes later."""
+    target = StandInTarget(MODEL)
+    right = MODEL.output(PROMPT, 5)
+    proposal = right[: 4 - num_rejected] + [(token + 1) % 256 for token in right[4 - num_rejected : 4]]
+    run(target, with_proposal(*proposal))  # blocks 10, 11 and 12, of which the last is full of tokens that stay or go
+    full = 3 if num_rejected == 0 else 2
+    text = (*PROMPT, *right)
+    beginning = {"tokens": text[4 * full :], "kv_len": 4 * full, "logits_rows": (len(text) - 4 * full - 1,)}
+    run(target, first(seq_id=2, block_append=(10, 11, *((12, 20) if full == 3 else (13, 20))), **beginning))
+    assert target.num_shared == 4 * full
+    assert not target.faults
+    # The block of the token that comes next it holds in any case, and a block that is not full is nobody else's.
+    run(target, first(seq_id=3, block_append=(30, 31, 10 + full)))
+    assert f"block {10 + full} belongs to two sequences" in target.faults.pop()
+
+
 def test_grammars_end_a_text_inside_a_block(tmp_path: Path) -> None:
     target = StandInTarget(MODEL, model_dir=write_toy_model(tmp_path))
     sampling = replace(GREEDY, grammar=Grammar(GrammarKind.REGEX, "(a|b)c"))
