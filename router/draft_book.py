@@ -55,6 +55,10 @@ class DraftSession:
         """Whether the draft should have caught up with the text: it had as long as the target for the prompt."""
         return self.state is SessionState.DRAFTING or bool(self.told)
 
+    @property
+    def is_at_work(self) -> bool:
+        return self.is_prompt and (self.expected_since is not None or not self.is_ready)
+
 
 @dataclass(eq=False)
 class Draft:
@@ -241,7 +245,7 @@ class DraftBook:
             beside = last_step > told_at
             in_vain = beside and session.is_waited_for
             session.latency = session.latency.took(latency_s, beside=beside, in_vain=in_vain)
-            draft.latency = draft.latency.took(latency_s, beside=beside, in_vain=in_vain)
+            draft.latency = draft.latency.took(latency_s, beside=beside)
         if not session.told:
             session.expected_since = None
         session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)
@@ -265,8 +269,8 @@ class DraftBook:
 
     @property
     def is_any_at_work(self) -> bool:
-        """Whether a proposal has been asked for that has not come."""
-        return any(s.expected_since is not None for draft in self.drafts.values() for s in draft.sessions.values())
+        """Whether drafts catch up with a prompt, or owe a proposal that is not overdue."""
+        return any(session.is_at_work for draft in self.drafts.values() for session in draft.sessions.values())
 
     def _is_overdue(self, session: DraftSession, now: float) -> bool:
         slowest_s = session.latency.slowest_s

@@ -23,7 +23,8 @@ def complete(books: Books, result: StepResult, now: float) -> list[Committed]:
         return []
     books.pacer.ready_since = now
     books.pacer.step_took(step.rows.values(), now - step.started, beside_drafts=step.beside_drafts)
-    waits = books.pacer.will_wait(books.batcher.running)
+    # Whoever could join the next step holds it back for a moment only.
+    waits = books.pacer.will_wait(books.batcher.running) and not books.batcher.can_admit()
     committed = []
     for outcome in result.sequences:
         part = step.rows[outcome.seq_id]

@@ -141,12 +141,12 @@ class Pacer:
     @staticmethod
     def _would_wait(request: Request, step: StepTimes) -> bool:
         session = request.session
-        if session is None or not session.is_ready or not session.is_prompt:
+        k, hoped = request.num_useful_proposals, request.throttle.acceptance
+        if session is None or not session.is_ready or not session.is_prompt or k == 0 or not request.throttle.is_on:
             return False
         latency_s = session.latency.hoped_alone_s
         if latency_s is None:
             return False
-        k, hoped = request.num_useful_proposals, request.throttle.acceptance
         return should_wait(latency_s, step, k, hoped, late_match(request), _steps_late(session.latency, step))
 
     def _step_times(self) -> StepTimes | None:

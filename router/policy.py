@@ -67,7 +67,7 @@ class Pace:
         """``in_vain``: it was waited for and did not come in time, so it is taken to be no faster alone."""
         if not beside:
             return Pace(averaged(self.alone_s, seconds), self.beside_s)
-        num_beside = self.num_beside + 1
+        num_beside = 0 if in_vain else self.num_beside + 1
         # What is long past is to be tried again.
         alone_s = seconds if in_vain else self.alone_s if num_beside < MEMORY_ROUNDS else None
         return Pace(alone_s, averaged(self.beside_s, seconds), num_beside)

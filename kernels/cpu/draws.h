@@ -197,6 +197,7 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> decide(
   std::vector<std::vector<Taken>> taken(n);
   std::vector<char> lost(n);
   for (int64_t r = 0; r < n; ++r) {
+    TORCH_CHECK(0 <= tokens[r] && tokens[r] < rows.count, "a token is outside the row");
     if (!kept[r].is_decided) continue;
     const double mass = kept[r].mass;
     const auto weight = [&](int64_t column) {

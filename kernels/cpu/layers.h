@@ -21,7 +21,7 @@ class SwiGluLayer {
   // Phases over rows x [n, in], read once the team has met; `to` is written by all when they have met again.
   class Run {
    public:
-    Run(const SwiGluLayer& layer, const float* x, int64_t n, const Output& to)
+    Run(const SwiGluLayer& layer, const float* x, int64_t n, const Output& to, int64_t num_threads)
         : norm_(layer.norm_),
           n_(n),
           size_(layer.down_.in()),
@@ -30,8 +30,8 @@ class SwiGluLayer {
           normed_(n * layer.in()),
           wide_(n * layer.gate_up_.out()),
           inner_(n * size_),
-          first_(multiplication(normed_.data(), n, layer.gate_up_)),
-          second_(multiplication(inner_.data(), n, layer.down_)) {}
+          first_(multiplication(normed_.data(), n, layer.gate_up_, num_threads)),
+          second_(multiplication(inner_.data(), n, layer.down_, num_threads)) {}
 
     void phases(const Member& member) {
       member.share(n_, [&](int64_t begin, int64_t end) {
@@ -61,8 +61,9 @@ class SwiGluLayer {
     TORCH_CHECK(rows.dim() == 2 && rows.size(1) == in(), "rows do not fit the matrices");
     TORCH_CHECK(!added || out() == in(), "rows do not fit what they are added to");
     auto result = torch::empty({rows.size(0), out()}, rows.options());
-    Run run(*this, x, rows.size(0), {result.data_ptr<float>(), added ? x : nullptr});
-    with_team(threads(rows.size(0)), [&](const Member& member) { run.phases(member); });
+    const int64_t num_threads = threads(rows.size(0));
+    Run run(*this, x, rows.size(0), {result.data_ptr<float>(), added ? x : nullptr}, num_threads);
+    with_team(num_threads, [&](const Member& member) { run.phases(member); });
     return result;
   }
 
@@ -88,11 +89,14 @@ class AttentionLayer {
 
   int64_t in() const { return qkv_.in(); }
   int64_t out() const { return output_.out(); }
-  int64_t threads(int64_t rows) const { return threads_for(rows, {&qkv_, &output_}); }
+  int64_t threads(const Cache& cache, const torch::Tensor& row_table) const {
+    return std::max(
+        threads_for(row_table.size(0), {&qkv_, &output_}), threads_for_attention(heads_, cache, row_table));
+  }
 
   void check(const Cache& cache, const StepTensors& step, int64_t n) const {
     const Rotation rotation(heads_, cache, step.cos, step.sin, step.slot_mapping);
-    const Attention attention(heads_, cache, step.slots, step.row_table);
+    const Attention attention(heads_, cache, step.slots, step.row_table, 1);
     TORCH_CHECK(
         step.slot_mapping.numel() == n && step.row_table.size(0) == n, "there must be a slot and a line of the table for each row");
     TORCH_CHECK(qkv_.out() == rotation.width() && output_.in() == heads_.heads * cache.dim(), "the matrices do not fit the heads");
@@ -101,19 +105,21 @@ class AttentionLayer {
   // As SwiGluLayer::Run. What it is made from has been checked.
   class Run {
    public:
-    Run(const AttentionLayer& layer, const Cache& cache, const StepTensors& step, const float* x, int64_t n, const Output& to)
+    Run(
+        const AttentionLayer& layer, const Cache& cache, const StepTensors& step, const float* x, int64_t n, const Output& to,
+        int64_t num_threads)
         : norm_(layer.norm_),
           n_(n),
           x_(x),
           to_(to),
           rotation_(layer.heads_, cache, step.cos, step.sin, step.slot_mapping),
-          attention_(layer.heads_, cache, step.slots, step.row_table),
+          attention_(layer.heads_, cache, step.slots, step.row_table, num_threads),
           normed_(n * layer.in()),
           wide_(n * layer.qkv_.out()),
           query_(n * layer.output_.in()),
           mixed_(n * layer.output_.in()),
-          first_(multiplication(normed_.data(), n, layer.qkv_)),
-          second_(multiplication(mixed_.data(), n, layer.output_)) {}
+          first_(multiplication(normed_.data(), n, layer.qkv_, num_threads)),
+          second_(multiplication(mixed_.data(), n, layer.output_, num_threads)) {}
 
     void phases(const Member& member) {
       member.share(n_, [&](int64_t begin, int64_t end) {
@@ -149,8 +155,9 @@ class AttentionLayer {
     const StepTensors step{cos, sin, slot_mapping, slots, row_table};
     check(cache, step, rows.size(0));
     auto result = torch::empty({rows.size(0), out()}, rows.options());
-    Run run(*this, cache, step, x, rows.size(0), {result.data_ptr<float>(), added ? x : nullptr});
-    with_team(threads(rows.size(0)), [&](const Member& member) { run.phases(member); });
+    const int64_t num_threads = threads(cache, row_table);
+    Run run(*this, cache, step, x, rows.size(0), {result.data_ptr<float>(), added ? x : nullptr}, num_threads);
+    with_team(num_threads, [&](const Member& member) { run.phases(member); });
     return result;
   }
 
@@ -191,14 +198,15 @@ class Stack {
     Buffer<float> between(n * hidden), after(n * hidden);
     std::optional<AttentionLayer::Run> attend;
     std::optional<SwiGluLayer::Run> mlp;
-    with_team(std::max(attention_[0].threads(n), mlps_[0].threads(n)), [&](const Member& member) {
+    const int64_t num_threads = std::max(attention_[0].threads(caches[0], row_table), mlps_[0].threads(n));
+    with_team(num_threads, [&](const Member& member) {
       for (size_t i = 0; i < mlps_.size(); ++i) {
         member.once([&] {
           const float* from = i ? after.data() : x;
-          attend.emplace(attention_[i], caches[i], step, from, n, Output{between.data(), from});
+          attend.emplace(attention_[i], caches[i], step, from, n, Output{between.data(), from}, num_threads);
         });
         attend->phases(member);
-        member.once([&] { mlp.emplace(mlps_[i], between.data(), n, Output{after.data(), between.data()}); });
+        member.once([&] { mlp.emplace(mlps_[i], between.data(), n, Output{after.data(), between.data()}, num_threads); });
         mlp->phases(member);
       }
       member.share(n, [&](int64_t begin, int64_t end) {

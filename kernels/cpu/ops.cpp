@@ -122,8 +122,9 @@ torch::Tensor linear(const torch::Tensor& x, const Matrix& matrix) {
   const int64_t n = x.size(0);
   auto out = torch::empty({n, matrix.out()}, x.options());
   if (n == 0) return out;
-  const auto product = multiplication(from, n, matrix);
-  with_team(threads_for(n, {&matrix}), [&](const Member& member) {
+  const int64_t num_threads = threads_for(n, {&matrix});
+  const auto product = multiplication(from, n, matrix, num_threads);
+  with_team(num_threads, [&](const Member& member) {
     member.share(n, [&](int64_t begin, int64_t end) { product->take(begin, end); });
     product->run({out.data_ptr<float>(), nullptr});
   });
@@ -178,11 +179,12 @@ torch::Tensor attention(
     const torch::Tensor& rows) {
   const float* from = data_of(query);
   const Cache cache(std::move(keys), std::move(values));
-  Attention attention(heads, cache, slots, rows);
+  const int64_t num_threads = threads_for_attention(heads, cache, rows);
+  Attention attention(heads, cache, slots, rows, num_threads);
   const int64_t n = rows.size(0);
   TORCH_CHECK(query.numel() == n * heads.heads * cache.dim(), "rows do not fit the queries");
   auto out = torch::empty({n, heads.heads * cache.dim()}, query.options());
-  with_team(threads_for(attention.size()), [&](const Member&) { attention.run(from, out.data_ptr<float>()); });
+  with_team(num_threads, [&](const Member&) { attention.run(from, out.data_ptr<float>()); });
   return out;
 }
 

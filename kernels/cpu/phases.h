@@ -66,6 +66,9 @@ struct Cache {
   Cache(torch::Tensor keys, torch::Tensor values) : keys(std::move(keys)), values(std::move(values)) {
     TORCH_CHECK(this->keys.is_contiguous() && this->values.is_contiguous(), "the cache is torn");
     TORCH_CHECK(this->keys.sizes() == this->values.sizes() && this->keys.dim() == 3, "keys and values do not match");
+    const auto type = this->keys.scalar_type();
+    TORCH_CHECK(type == torch::kFloat32 || type == torch::kBFloat16, "keys and values must be float32 or bfloat16");
+    TORCH_CHECK(this->values.scalar_type() == type, "keys and values must be of one type");
   }
 
   int64_t kv_heads() const { return keys.size(1); }
@@ -92,6 +95,8 @@ struct Rotation {
         slots(slot_mapping.data_ptr<int64_t>()) {
     const int64_t n = slot_mapping.numel();
     TORCH_CHECK(slot_mapping.is_contiguous(), "slot_mapping must be contiguous");
+    for (const auto& norm : {heads.q_norm, heads.k_norm})
+      TORCH_CHECK(!norm || norm->numel() == cache.dim(), "a norm does not fit the heads");
     TORCH_CHECK(
         cos.numel() == n * rotary && sin.numel() == n * rotary && rotary <= cache.dim(), "cos and sin do not fit the rows");
   }
@@ -129,12 +134,21 @@ struct Rotation {
   }
 };
 
+// Threads for attention, by what all rows read, about. rows: see Attention.
+inline int64_t threads_for_attention(const Heads& heads, const Cache& cache, const torch::Tensor& rows) {
+  const int64_t* facts = rows.data_ptr<int64_t>();
+  int64_t positions = 0;
+  for (int64_t r = 0; r < rows.size(0); ++r) positions += facts[4 * r + 1];
+  return threads_for(positions * heads.heads * cache.dim() / 32);
+}
+
 // Attention over the paged cache: one part for each row and key/value head, or for several rows where tiles take them.
 class Attention {
  public:
   // slots [total] int64: the slots of each sequence's positions, one sequence after the other. rows [n, 4] int64: where the row's
   // sequence starts in slots, positions up to its own, the position from which `visible` counts, and those 64 bits.
-  Attention(const Heads& heads, const Cache& cache, const torch::Tensor& slots, const torch::Tensor& rows)
+  Attention(
+      const Heads& heads, const Cache& cache, const torch::Tensor& slots, const torch::Tensor& rows, int64_t num_threads)
       : heads_(heads),
         cache_(cache),
         n_(rows.size(0)),
@@ -146,15 +160,8 @@ class Attention {
     TORCH_CHECK(rows.is_contiguous() && rows.dim() == 2 && rows.size(1) == 4, "rows do not fit the queries");
     TORCH_CHECK(slots.is_contiguous(), "the cache is torn");
     TORCH_CHECK(cache.dim() % 16 == 0 && heads.heads % cache.kv_heads() == 0, "head_dim must be a multiple of 16");
-    if (is_tiled_) items_ = amx::tile_items(facts_, n_, cache.kv_heads(), group_, at::get_num_threads());
-    left_.emplace(is_tiled_ ? static_cast<int64_t>(items_.size()) : n_ * cache.kv_heads());
-  }
-
-  // Elements that all rows read, about.
-  int64_t size() const {
-    int64_t positions = 0;
-    for (int64_t r = 0; r < n_; ++r) positions += facts_[4 * r + 1];
-    return positions * heads_.heads * cache_.dim() / 32;
+    if (is_tiled_) items_ = amx::tile_items(facts_, n_, cache.kv_heads(), group_, num_threads);
+    left_.emplace(is_tiled_ ? static_cast<int64_t>(items_.size()) : n_ * cache.kv_heads(), num_threads);
   }
 
   // This member's parts. query [n, heads, dim] -> out [n, heads * dim]

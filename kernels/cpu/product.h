@@ -173,8 +173,12 @@ class Multiplication {
 template <typename P>
 class MultiplicationOf final : public Multiplication {
  public:
-  MultiplicationOf(const float* x, int64_t n, const Matrix& matrix)
-      : product_(x, n, matrix), n_(n), out_(matrix.out()), bias_(matrix.bias()), left_((out_ + kPanel - 1) / kPanel) {}
+  MultiplicationOf(const float* x, int64_t n, const Matrix& matrix, int64_t num_threads)
+      : product_(x, n, matrix),
+        n_(n),
+        out_(matrix.out()),
+        bias_(matrix.bias()),
+        left_((out_ + kPanel - 1) / kPanel, num_threads) {}
 
   void take(int64_t begin, int64_t end) override { product_.take(begin, end); }
 
@@ -205,11 +209,12 @@ class MultiplicationOf final : public Multiplication {
   Parts left_;
 };
 
-// x [n, in] is to be read from `take` on only.
-inline std::unique_ptr<Multiplication> multiplication(const float* x, int64_t n, const Matrix& matrix) {
+// x [n, in] is to be read from `take` on only. num_threads: of the team.
+inline std::unique_ptr<Multiplication> multiplication(
+    const float* x, int64_t n, const Matrix& matrix, int64_t num_threads) {
   switch (matrix.kind()) {
-    case Matrix::Kind::kUnits: return std::make_unique<MultiplicationOf<UnitProduct>>(x, n, matrix);
-    case Matrix::Kind::kDigits: return std::make_unique<MultiplicationOf<DigitProduct>>(x, n, matrix);
-    default: return std::make_unique<MultiplicationOf<Product>>(x, n, matrix);
+    case Matrix::Kind::kUnits: return std::make_unique<MultiplicationOf<UnitProduct>>(x, n, matrix, num_threads);
+    case Matrix::Kind::kDigits: return std::make_unique<MultiplicationOf<DigitProduct>>(x, n, matrix, num_threads);
+    default: return std::make_unique<MultiplicationOf<Product>>(x, n, matrix, num_threads);
   }
 }

@@ -61,9 +61,10 @@ class Member {
   // Once all have come here, the team does work(begin, end) for all parts of [0, count); then all go on.
   template <typename Work>
   void share(int64_t count, const Work& work) const {
-    if (count < size_) return once([&] { count > 0 ? work(0, count) : void(); });
+    if (count <= 1) return once([&] { count > 0 ? work(0, count) : void(); });
+    const int64_t begin = index_ * count / size_, end = (index_ + 1) * count / size_;
     once([] {});
-    work(index_ * count / size_, (index_ + 1) * count / size_);
+    if (begin < end) work(begin, end);
     once([] {});
   }
 
@@ -100,7 +101,7 @@ inline void share(int64_t count, int64_t size, const Work& work) {
 // other work on this machine keeps from running.
 class Parts {
  public:
-  explicit Parts(int64_t count) : count_(count), num_threads_(at::get_num_threads()) {}
+  Parts(int64_t count, int64_t num_threads) : count_(count), num_threads_(num_threads) {}
 
   bool take(int64_t& begin, int64_t& end) {
     begin = next_.load(std::memory_order_relaxed);

@@ -196,7 +196,8 @@ class Engine:
         if self.device.type != "cpu":
             return 0  # libraries for accelerators choose a product's algorithm by its shape
         parts = (self._decoder, self._head)
-        layers = layers_are_row_invariant(parts, self.max_num_batched_tokens, self._format.activations, self.device)
+        activations, cache = self._format.activations, self._cache_dtype
+        layers = layers_are_row_invariant(parts, self.max_num_batched_tokens, activations, cache, self.device)
         length = min(PROBE_LENGTH, self.max_num_batched_tokens, self.max_model_len)
         together = self._probe([length])
         apart = [self._probe([1] * length), self._probe([2] * (length // 2) + [length % 2] * (length % 2))]

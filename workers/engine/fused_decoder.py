@@ -36,7 +36,7 @@ class FusedDecoder(nn.Module):
         self.norm = norm
         windows = {block.attention.shape.sliding_window for block in blocks} - {None}
         self._sliding_window = min(windows, default=None)  # type: ignore[type-var]
-        self._layers = {block.attention.shape.layer for block in blocks}
+        self._layers = [block.attention.shape.layer for block in blocks]
         self._stack: Any = None
         if not any(isinstance(module, RowParallelLinear) for module in self.modules()):
             self._stack = norm.kernels.stack([block.native for block in blocks], norm.native)
@@ -51,10 +51,11 @@ class FusedDecoder(nn.Module):
                 hidden = block(hidden, position_embeddings=rotation, **{STEP_KEYWORD: step})
             return DecoderOutput(self.norm(hidden))
         step.check_window(self._sliding_window)
-        step.layers_seen |= self._layers
+        step.layers_seen.update(self._layers)
+        keys, values = ([cache[layer] for layer in self._layers] for cache in (step.keys, step.values))
         table = step.row_table
         rows = self._stack.forward(
-            hidden[0], *step.rotation(rotation), step.keys, step.values, step.slot_mapping, table.slots, table.rows
+            hidden[0], *step.rotation(rotation), keys, values, step.slot_mapping, table.slots, table.rows
         )
         return DecoderOutput(rows[None])
 

@@ -14,7 +14,7 @@ from outrider.workers.engine.linear import PackedLinear
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 192, 256)
 NUM_COMPARED = 12
 MAX_ACTIVATION_ROWS = 65
-ATTENTION_CONTEXTS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 257)
+ATTENTION_CONTEXTS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 257)
 # Products that take longer than some tenths of a second are left out: it is the large head that they would test.
 MAX_MULTIPLICATIONS = 4_000_000_000
 
@@ -75,7 +75,7 @@ def linears_are_row_invariant(
     return all(linear_is_row_invariant(layer, counts, dtype, device) for layer in by_shape.values())
 
 
-def fused_layers_are_row_invariant(model: nn.Module, counts: Iterable[int]) -> bool:
+def fused_layers_are_row_invariant(model: nn.Module, counts: Iterable[int], cache_dtype: torch.dtype) -> bool:
     """Whether that holds for one norm, MLP and attention of each size; products are looked at elsewhere."""
     few = [count for count in counts if count <= MAX_ACTIVATION_ROWS]
     checks: dict[tuple[object, ...], Callable[[], bool]] = {}
@@ -88,7 +88,7 @@ def fused_layers_are_row_invariant(model: nn.Module, counts: Iterable[int]) -> b
             checks[FusedSwiGLU, size] = lambda function=silu_mul, size=size: _same_alone(function, size, few)  # type: ignore[misc]
         elif isinstance(layer, FusedAttention) and isinstance(layer.qkv, PackedLinear):
             key = (FusedAttention, layer.shape.heads, layer.shape.head_dim, layer.qkv.out_features)
-            checks[key] = lambda layer=layer: attention_is_row_invariant(layer)  # type: ignore[misc]
+            checks[key] = lambda layer=layer: attention_is_row_invariant(layer, cache_dtype)  # type: ignore[misc]
     return all(check() for check in checks.values())
 
 
@@ -98,13 +98,15 @@ def _same_alone(function: Callable[[Tensor], Tensor], size: int, counts: Sequenc
     return all(torch.equal(function(rows[:count].contiguous()), alone[:count]) for count in counts)
 
 
-def attention_is_row_invariant(layer: FusedAttention) -> bool:
+def attention_is_row_invariant(layer: FusedAttention, cache_dtype: torch.dtype) -> bool:
     """Whether rows with contexts of several lengths give the same together as each alone."""
     shape = layer.shape
     kv_heads = layer.num_kv_heads
     context = max(ATTENTION_CONTEXTS)
     generator = torch.Generator().manual_seed(context)
-    keys, values = (torch.randn(context, kv_heads, shape.head_dim, generator=generator) for _ in range(2))
+    keys, values = (
+        torch.randn(context, kv_heads, shape.head_dim, generator=generator).to(cache_dtype) for _ in range(2)
+    )
     slots = torch.randperm(context, generator=generator)
     rows = torch.tensor([(0, length, length, 0) for length in ATTENTION_CONTEXTS])
     query = torch.randn(len(rows), shape.heads, shape.head_dim, generator=generator)
@@ -117,11 +119,11 @@ def attention_is_row_invariant(layer: FusedAttention) -> bool:
 
 
 def layers_are_row_invariant(
-    parts: Sequence[nn.Module], max_rows: int, dtype: torch.dtype, device: torch.device
+    parts: Sequence[nn.Module], max_rows: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """All of the above, for a model's decoder and its head."""
+    """All of the above, for a model's decoder and its head; ``cache_dtype``: that of keys and values."""
     counts = row_counts(max_rows)
     return linears_are_row_invariant(parts, max_rows, dtype, device) and all(
-        activations_are_row_invariant(part, counts, dtype) and fused_layers_are_row_invariant(part, counts)
+        activations_are_row_invariant(part, counts, dtype) and fused_layers_are_row_invariant(part, counts, cache_dtype)
         for part in parts
     )

@@ -94,7 +94,14 @@ def test_a_pace_hopes_where_it_does_not_know_and_forgets_what_is_long_past() -> 
         pace = pace.took(0.2, beside=True)
     assert pace.hoped_alone_s == 0.15
     assert pace.took(0.2, beside=True).hoped_alone_s == pytest.approx(0.1)
-    assert Pace(0.1, 0.2).took(0.5, beside=True, in_vain=True).hoped_alone_s == 0.5
+
+
+def test_a_wait_in_vain_is_remembered_as_long_as_any_other() -> None:
+    pace = Pace(0.1, 0.2, num_beside=3 * MEMORY_ROUNDS).took(0.5, beside=True, in_vain=True)
+    for _ in range(MEMORY_ROUNDS - 1):
+        assert pace.hoped_alone_s == 0.5
+        pace = pace.took(0.5, beside=True)
+    assert pace.took(0.5, beside=True).hoped_alone_s == pytest.approx(0.5 * pace.beside_s, rel=0.2)
 
 
 def test_where_late_proposals_never_fit_waiting_pays_for_longer() -> None:

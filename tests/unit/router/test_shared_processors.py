@@ -78,3 +78,41 @@ def test_a_draft_on_the_targets_processor_is_waited_for(toy, draft_s: float) -> 
 def test_a_draft_that_is_not_worth_its_time_costs_little(toy, draft_s: float) -> None:
     """It is waited for now and then, to see whether it has become faster."""
     assert SharedProcessor(toy, draft_s, apart=True).run(400) > 0.95 / STEP_S
+
+
+def test_drafts_are_at_work_from_the_prompt_to_the_proposal(toy) -> None:
+    """Steps beside them are not taken for steps alone."""
+    shared = SharedProcessor(toy, draft_s=0.5)
+    drafts = shared.world.scheduler._books.drafts
+    assert not drafts.is_any_at_work
+    assert shared.world.start() is not None
+    assert drafts.is_any_at_work  # it catches up with the prompt
+    shared.step_left = STEP_S
+    shared.run(30.0)
+    (session,) = drafts.drafts["a"].sessions.values()
+    session.expected_since = None
+    assert not drafts.is_any_at_work
+    session.expected_since = shared.world.now
+    assert drafts.is_any_at_work
+    session.is_prompt = False  # it fell silent
+    assert not drafts.is_any_at_work
+
+
+def test_a_draft_is_asked_for_what_is_late_where_others_could_start_at_once(toy) -> None:
+    """Who waits in the queue holds a step back for a moment only, so nobody may count on being waited for."""
+    shared = SharedProcessor(toy, draft_s=0.5)
+    shared.run(60.0)
+    (session,) = shared.world.scheduler._books.drafts.drafts["a"].sessions.values()
+    assert session.is_waited_for
+    finish, seen = shared.world.finish, []
+
+    def finish_beside_a_queue() -> object:
+        if not seen:
+            shared.world.add("other", [2, 7, 7])
+        committed = finish()
+        seen.append(session.is_waited_for)
+        return committed
+
+    shared.world.finish = finish_beside_a_queue
+    shared.run(shared.world.now + 3.0)
+    assert not seen[0]
