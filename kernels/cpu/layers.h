@@ -21,26 +21,26 @@ class SwiGluLayer {
   // Phases over rows x [n, in], read once the team has met; `to` is written by all when they have met again.
   class Run {
    public:
-    Run(const SwiGluLayer& layer, const float* x, int64_t n, const Output& to, int64_t num_threads)
+    Run(const SwiGluLayer& layer, const float* x, int64_t n, const Output& to, int64_t num_threads, Workspace& space)
         : norm_(layer.norm_),
           n_(n),
           size_(layer.down_.in()),
           x_(x),
           to_(to),
-          normed_(n * layer.in()),
-          wide_(n * layer.gate_up_.out()),
-          inner_(n * size_),
-          first_(multiplication(normed_.data(), n, layer.gate_up_, num_threads)),
-          second_(multiplication(inner_.data(), n, layer.down_, num_threads)) {}
+          normed_(space.take<float>(n * layer.in())),
+          wide_(space.take<float>(n * layer.gate_up_.out())),
+          inner_(space.take<float>(n * size_)),
+          first_(multiplication(normed_, n, layer.gate_up_, num_threads, space)),
+          second_(multiplication(inner_, n, layer.down_, num_threads, space)) {}
 
     void phases(const Member& member) {
       member.share(n_, [&](int64_t begin, int64_t end) {
-        norm_.rows(x_, nullptr, begin, end, normed_.data());
+        norm_.rows(x_, nullptr, begin, end, normed_);
         first_->take(begin, end);
       });
-      first_->run({wide_.data(), nullptr});
+      first_->run({wide_, nullptr});
       member.share(n_, [&](int64_t begin, int64_t end) {
-        silu_mul_rows(wide_.data(), size_, norm_.is_narrow, begin, end, inner_.data());
+        silu_mul_rows(wide_, size_, norm_.is_narrow, begin, end, inner_);
         second_->take(begin, end);
       });
       second_->run(to_);
@@ -51,7 +51,7 @@ class SwiGluLayer {
     int64_t n_, size_;
     const float* x_;
     Output to_;
-    Buffer<float> normed_, wide_, inner_;
+    float *normed_, *wide_, *inner_;
     std::unique_ptr<Multiplication> first_, second_;
   };
 
@@ -62,7 +62,8 @@ class SwiGluLayer {
     TORCH_CHECK(!added || out() == in(), "rows do not fit what they are added to");
     auto result = torch::empty({rows.size(0), out()}, rows.options());
     const int64_t num_threads = threads(rows.size(0));
-    Run run(*this, x, rows.size(0), {result.data_ptr<float>(), added ? x : nullptr}, num_threads);
+    Workspace space;
+    Run run(*this, x, rows.size(0), {result.data_ptr<float>(), added ? x : nullptr}, num_threads, space);
     with_team(num_threads, [&](const Member& member) { run.phases(member); });
     return result;
   }
@@ -107,28 +108,28 @@ class AttentionLayer {
    public:
     Run(
         const AttentionLayer& layer, const Cache& cache, const StepTensors& step, const float* x, int64_t n, const Output& to,
-        int64_t num_threads)
+        int64_t num_threads, Workspace& space)
         : norm_(layer.norm_),
           n_(n),
           x_(x),
           to_(to),
           rotation_(layer.heads_, cache, step.cos, step.sin, step.slot_mapping),
           attention_(layer.heads_, cache, step.slots, step.row_table, num_threads),
-          normed_(n * layer.in()),
-          wide_(n * layer.qkv_.out()),
-          query_(n * layer.output_.in()),
-          mixed_(n * layer.output_.in()),
-          first_(multiplication(normed_.data(), n, layer.qkv_, num_threads)),
-          second_(multiplication(mixed_.data(), n, layer.output_, num_threads)) {}
+          normed_(space.take<float>(n * layer.in())),
+          wide_(space.take<float>(n * layer.qkv_.out())),
+          query_(space.take<float>(n * layer.output_.in())),
+          mixed_(space.take<float>(n * layer.output_.in())),
+          first_(multiplication(normed_, n, layer.qkv_, num_threads, space)),
+          second_(multiplication(mixed_, n, layer.output_, num_threads, space)) {}
 
     void phases(const Member& member) {
       member.share(n_, [&](int64_t begin, int64_t end) {
-        norm_.rows(x_, nullptr, begin, end, normed_.data());
+        norm_.rows(x_, nullptr, begin, end, normed_);
         first_->take(begin, end);
       });
-      first_->run({wide_.data(), nullptr});
-      member.share(n_, [&](int64_t begin, int64_t end) { rotation_.rows(wide_.data(), begin, end, query_.data()); });
-      attention_.run(query_.data(), mixed_.data());
+      first_->run({wide_, nullptr});
+      member.share(n_, [&](int64_t begin, int64_t end) { rotation_.rows(wide_, begin, end, query_); });
+      attention_.run(query_, mixed_);
       member.share(n_, [&](int64_t begin, int64_t end) { second_->take(begin, end); });
       second_->run(to_);
     }
@@ -140,7 +141,7 @@ class AttentionLayer {
     Output to_;
     Rotation rotation_;
     Attention attention_;
-    Buffer<float> normed_, wide_, query_, mixed_;
+    float *normed_, *wide_, *query_, *mixed_;
     std::unique_ptr<Multiplication> first_, second_;
   };
 
@@ -156,7 +157,8 @@ class AttentionLayer {
     check(cache, step, rows.size(0));
     auto result = torch::empty({rows.size(0), out()}, rows.options());
     const int64_t num_threads = threads(cache, row_table);
-    Run run(*this, cache, step, x, rows.size(0), {result.data_ptr<float>(), added ? x : nullptr}, num_threads);
+    Workspace space;
+    Run run(*this, cache, step, x, rows.size(0), {result.data_ptr<float>(), added ? x : nullptr}, num_threads, space);
     with_team(num_threads, [&](const Member& member) { run.phases(member); });
     return result;
   }
@@ -195,22 +197,27 @@ class Stack {
       attention_[i].check(caches[i], step, n);
     }
     auto result = torch::empty({n, hidden}, rows.options());
-    Buffer<float> between(n * hidden), after(n * hidden);
+    Workspace kept, space;
+    float *between = kept.take<float>(n * hidden), *after = kept.take<float>(n * hidden);
     std::optional<AttentionLayer::Run> attend;
     std::optional<SwiGluLayer::Run> mlp;
     const int64_t num_threads = std::max(attention_[0].threads(caches[0], row_table), mlps_[0].threads(n));
     with_team(num_threads, [&](const Member& member) {
       for (size_t i = 0; i < mlps_.size(); ++i) {
         member.once([&] {
-          const float* from = i ? after.data() : x;
-          attend.emplace(attention_[i], caches[i], step, from, n, Output{between.data(), from}, num_threads);
+          const float* from = i ? after : x;
+          space.reuse();
+          attend.emplace(attention_[i], caches[i], step, from, n, Output{between, from}, num_threads, space);
         });
         attend->phases(member);
-        member.once([&] { mlp.emplace(mlps_[i], between.data(), n, Output{after.data(), between.data()}, num_threads); });
+        member.once([&] {
+          space.reuse();
+          mlp.emplace(mlps_[i], between, n, Output{after, between}, num_threads, space);
+        });
         mlp->phases(member);
       }
       member.share(n, [&](int64_t begin, int64_t end) {
-        norm_.rows(after.data(), nullptr, begin, end, result.data_ptr<float>());
+        norm_.rows(after, nullptr, begin, end, result.data_ptr<float>());
       });
     });
     return result;

@@ -123,7 +123,8 @@ torch::Tensor linear(const torch::Tensor& x, const Matrix& matrix) {
   auto out = torch::empty({n, matrix.out()}, x.options());
   if (n == 0) return out;
   const int64_t num_threads = threads_for(n, {&matrix});
-  const auto product = multiplication(from, n, matrix, num_threads);
+  Workspace space;
+  const auto product = multiplication(from, n, matrix, num_threads, space);
   with_team(num_threads, [&](const Member& member) {
     member.share(n, [&](int64_t begin, int64_t end) { product->take(begin, end); });
     product->run({out.data_ptr<float>(), nullptr});

@@ -4,7 +4,7 @@
 class Product {
  public:
   // x [n, in]
-  Product(const float* x, int64_t n, const Matrix& matrix)
+  Product(const float* x, int64_t n, const Matrix& matrix, Workspace&)
       : n_(n),
         in_(matrix.in()),
         out_(matrix.out()),
@@ -78,7 +78,7 @@ class Product {
 class DigitProduct {
  public:
   // x [n, in]
-  DigitProduct(const float* x, int64_t n, const Matrix& matrix)
+  DigitProduct(const float* x, int64_t n, const Matrix& matrix, Workspace& space)
       : n_(n),
         in_(matrix.in()),
         out_(matrix.out()),
@@ -86,21 +86,21 @@ class DigitProduct {
         x_(x),
         scales_(matrix.scales()),
         weights_(matrix.packed().data_ptr<int8_t>()),
-        digits_(num_tiles_ * amx::kTileRows * in_) {
+        digits_(space.take<int8_t>(num_tiles_ * amx::kTileRows * in_)) {
     const int64_t group = matrix.group();
     for (int64_t start = 0; start < in_; start += group)
       for (int64_t k = start; k < std::min(in_, start + group); k += kPart)
         parts_.push_back({start / group, k, std::min({kPart, start + group - k, in_ - k})});
     row_scales_.resize(n_ * parts_.size());
     // Rows of the last tile that nobody fills give sums that nobody reads.
-    std::fill(digits_.data() + 3 * n_ * in_, digits_.data() + num_tiles_ * amx::kTileRows * in_, 0);
+    std::fill(digits_ + 3 * n_ * in_, digits_ + num_tiles_ * amx::kTileRows * in_, 0);
   }
 
   // Splits rows begin to end.
   void take(int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       for (size_t i = 0; i < parts_.size(); ++i) {
-        int8_t* to = digits_.data() + 3 * r * in_ + parts_[i].first;
+        int8_t* to = digits_ + 3 * r * in_ + parts_[i].first;
         row_scales_[r * parts_.size() + i] =
             amx::split_int8(x_ + r * in_ + parts_[i].first, parts_[i].count, to, to + in_, to + 2 * in_);
       }
@@ -124,7 +124,7 @@ class DigitProduct {
       float scales[kPanel] = {};
       std::copy_n(scales_ + part.group * out_ + p * kPanel, columns, scales);
       amx::digit_sums(
-          weights_ + (p * in_ + part.first) * kPanel, digits_.data() + part.first, in_, part.count, num_tiles_,
+          weights_ + (p * in_ + part.first) * kPanel, digits_ + part.first, in_, part.count, num_tiles_,
           s.sums.data());
       amx::add_scaled(s.sums.data(), row_scales_.data() + i, parts_.size(), scales, n_, s.total.data());
     }
@@ -149,7 +149,7 @@ class DigitProduct {
   int64_t n_, in_, out_, num_tiles_;
   const float *x_, *scales_;
   const int8_t* weights_;
-  Buffer<int8_t> digits_;  // [16 * num_tiles][in]
+  int8_t* digits_;  // [16 * num_tiles][in]
   std::vector<Part> parts_;
   std::vector<float> row_scales_;  // [n][parts]
 };
@@ -173,8 +173,8 @@ class Multiplication {
 template <typename P>
 class MultiplicationOf final : public Multiplication {
  public:
-  MultiplicationOf(const float* x, int64_t n, const Matrix& matrix, int64_t num_threads)
-      : product_(x, n, matrix),
+  MultiplicationOf(const float* x, int64_t n, const Matrix& matrix, int64_t num_threads, Workspace& space)
+      : product_(x, n, matrix, space),
         n_(n),
         out_(matrix.out()),
         bias_(matrix.bias()),
@@ -211,10 +211,10 @@ class MultiplicationOf final : public Multiplication {
 
 // x [n, in] is to be read from `take` on only. num_threads: of the team.
 inline std::unique_ptr<Multiplication> multiplication(
-    const float* x, int64_t n, const Matrix& matrix, int64_t num_threads) {
+    const float* x, int64_t n, const Matrix& matrix, int64_t num_threads, Workspace& space) {
   switch (matrix.kind()) {
-    case Matrix::Kind::kUnits: return std::make_unique<MultiplicationOf<UnitProduct>>(x, n, matrix, num_threads);
-    case Matrix::Kind::kDigits: return std::make_unique<MultiplicationOf<DigitProduct>>(x, n, matrix, num_threads);
-    default: return std::make_unique<MultiplicationOf<Product>>(x, n, matrix, num_threads);
+    case Matrix::Kind::kUnits: return std::make_unique<MultiplicationOf<UnitProduct>>(x, n, matrix, num_threads, space);
+    case Matrix::Kind::kDigits: return std::make_unique<MultiplicationOf<DigitProduct>>(x, n, matrix, num_threads, space);
+    default: return std::make_unique<MultiplicationOf<Product>>(x, n, matrix, num_threads, space);
   }
 }

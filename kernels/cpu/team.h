@@ -1,21 +1,37 @@
 // Threads that go through the phases of a kernel together.
 
-// Uninitialised elements on a line of the cache.
-template <typename T>
-class Buffer {
+// Memory for a call's intermediate rows, which layers use one after the other: taken from the system anew for each, rows of a
+// long prompt would cost a page fault for every 4 KiB of them in every layer.
+class Workspace {
  public:
-  explicit Buffer(int64_t size = 0) : data_(static_cast<T*>(std::aligned_alloc(64, bytes(size)))) {
-    if (!data_) throw std::bad_alloc();
+  // Uninitialised elements on a line of the cache, until `reuse`.
+  template <typename T>
+  T* take(int64_t size) {
+    const size_t bytes = (std::max<size_t>(size, 1) * sizeof(T) + 63) / 64 * 64;
+    if (next_ == slots_.size()) slots_.emplace_back();
+    Slot& slot = slots_[next_++];
+    if (slot.bytes < bytes) {
+      slot.data.reset();  // what it held is not needed
+      slot.data.reset(std::aligned_alloc(64, bytes));
+      if (!slot.data) throw std::bad_alloc();
+      slot.bytes = bytes;
+    }
+    return static_cast<T*>(slot.data.get());
   }
-  T* data() { return data_.get(); }
-  const T* data() const { return data_.get(); }
+
+  // What was taken is free again.
+  void reuse() { next_ = 0; }
 
  private:
-  static size_t bytes(int64_t size) { return (std::max<size_t>(size, 1) * sizeof(T) + 63) / 64 * 64; }
   struct Free {
-    void operator()(T* data) const { std::free(data); }
+    void operator()(void* data) const { std::free(data); }
   };
-  std::unique_ptr<T, Free> data_;
+  struct Slot {
+    std::unique_ptr<void, Free> data;
+    size_t bytes = 0;
+  };
+  std::vector<Slot> slots_;
+  size_t next_ = 0;
 };
 
 // Where the threads of a team wait for one another. They do not go to sleep: a pass has hundreds of phases, and waking a thread

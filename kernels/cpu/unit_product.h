@@ -4,19 +4,19 @@
 class UnitProduct {
  public:
   // x [n, in]
-  UnitProduct(const float* x, int64_t n, const Matrix& matrix)
+  UnitProduct(const float* x, int64_t n, const Matrix& matrix, Workspace& space)
       : n_(n),
         in_(matrix.in()),
         steps_(in_ / amx::kTileInputs),
         x_(x),
         weights_(matrix.packed()),
-        rows_(2 * n_ * in_) {}
+        rows_(space.take<uint16_t>(2 * n_ * in_)) {}
 
   // Splits rows begin to end.
   void take(int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t block = r / amx::kTileRows, height = rows_of(block), line = r % amx::kTileRows;
-      uint16_t* to = rows_.data() + 2 * block * amx::kTileRows * in_ + line * amx::kTileInputs;
+      uint16_t* to = rows_ + 2 * block * amx::kTileRows * in_ + line * amx::kTileInputs;
       amx::split(x_ + r * in_, in_, to, height * amx::kTileInputs, 2 * height * amx::kTileInputs);
     }
   }
@@ -64,7 +64,7 @@ class UnitProduct {
   int64_t rows_of(int64_t block) const { return std::min(amx::kTileRows, n_ - block * amx::kTileRows); }
 
   const uint16_t* inputs(int64_t block, int64_t step) const {
-    return rows_.data() + 2 * (block * amx::kTileRows * in_ + step * rows_of(block) * amx::kTileInputs);
+    return rows_ + 2 * (block * amx::kTileRows * in_ + step * rows_of(block) * amx::kTileInputs);
   }
 
   // Adds the products of a panel's units with all rows to their sums [n][kPanel], two blocks of rows at a time.
@@ -105,5 +105,5 @@ class UnitProduct {
   int64_t n_, in_, steps_;
   const float* x_;
   Units weights_;
-  Buffer<uint16_t> rows_;  // [blocks of 16 rows][in / 32][high, low][rows][32]
+  uint16_t* rows_;  // [blocks of 16 rows][in / 32][high, low][rows][32]
 };
