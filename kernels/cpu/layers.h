@@ -97,7 +97,7 @@ class AttentionLayer {
 
   void check(const Cache& cache, const StepTensors& step, int64_t n) const {
     const Rotation rotation(heads_, cache, step.cos, step.sin, step.slot_mapping);
-    const Attention attention(heads_, cache, step.slots, step.row_table, 1);
+    Attention::check(heads_, cache, step.slots, step.row_table);
     TORCH_CHECK(
         step.slot_mapping.numel() == n && step.row_table.size(0) == n, "there must be a slot and a line of the table for each row");
     TORCH_CHECK(qkv_.out() == rotation.width() && output_.in() == heads_.heads * cache.dim(), "the matrices do not fit the heads");

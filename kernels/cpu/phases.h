@@ -157,11 +157,15 @@ class Attention {
         facts_(rows.data_ptr<int64_t>()),
         // Never by the number of rows, or their bits would depend on it.
         is_tiled_(heads.has_tiles && cache.is_bfloat16() && cache.dim() % amx::kTileInputs == 0) {
+    check(heads, cache, slots, rows);
+    if (is_tiled_) items_ = amx::tile_items(facts_, n_, cache.kv_heads(), group_, num_threads);
+    left_.emplace(is_tiled_ ? static_cast<int64_t>(items_.size()) : n_ * cache.kv_heads(), num_threads);
+  }
+
+  static void check(const Heads& heads, const Cache& cache, const torch::Tensor& slots, const torch::Tensor& rows) {
     TORCH_CHECK(rows.is_contiguous() && rows.dim() == 2 && rows.size(1) == 4, "rows do not fit the queries");
     TORCH_CHECK(slots.is_contiguous(), "the cache is torn");
     TORCH_CHECK(cache.dim() % 16 == 0 && heads.heads % cache.kv_heads() == 0, "head_dim must be a multiple of 16");
-    if (is_tiled_) items_ = amx::tile_items(facts_, n_, cache.kv_heads(), group_, num_threads);
-    left_.emplace(is_tiled_ ? static_cast<int64_t>(items_.size()) : n_ * cache.kv_heads(), num_threads);
   }
 
   // This member's parts. query [n, heads, dim] -> out [n, heads * dim]

@@ -72,6 +72,14 @@ async def two_routers(world: Any, **changes: Any) -> tuple[Any, Any]:
     return owner, other
 
 
+async def held_at(world: Any, target: Any, owner: Any, client: Any, **options: Any) -> asyncio.Task[Any]:
+    """A long request of the client that runs at the owner, where the target answers nothing until it resumes."""
+    target.pause()
+    running = asyncio.create_task(client.generate(PROMPT, max_tokens=400, temperature=0, **options))
+    await world.until(lambda: owner.group.num_unfinished == 1, "it runs at the owner", timeout_s=DEADLINE_S)
+    return running
+
+
 async def finish_at(owner: Any, request_id: str, choice: int = 0) -> group_pb2.Finish:
     """What the owner of the group knows of a request that has ended."""
     updates = [update async for update in owner.group.watch(request_id, len(PROMPT), 0, choice)]
@@ -152,15 +160,11 @@ async def test_an_abort_reaches_the_owner_and_so_does_a_client_that_goes_away(wo
     target = await world.target()
     owner, other = await two_routers(world)
     client = await world.client(other, DEADLINE_S)
-    target.pause()
-    running = asyncio.create_task(client.generate(PROMPT, request_id="one", max_tokens=400, temperature=0))
-    await world.until(lambda: owner.group.num_unfinished == 1, "it runs at the owner", timeout_s=DEADLINE_S)
+    running = await held_at(world, target, owner, client, request_id="one")
     assert await client.abort("one")
     target.resume()
     assert (await running).finish_reason == "abort"
-    target.pause()
-    running = asyncio.create_task(client.generate(PROMPT, request_id="two", max_tokens=400, temperature=0))
-    await world.until(lambda: owner.group.num_unfinished == 1, "it runs at the owner", timeout_s=DEADLINE_S)
+    running = await held_at(world, target, owner, client, request_id="two")
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await world.until(lambda: owner.group.num_unfinished == 0, "it is aborted", timeout_s=DEADLINE_S)
@@ -190,9 +194,7 @@ async def test_an_owner_that_lost_the_group_ends_what_it_ran(world: Any) -> None
     target = await world.target()
     owner, other = await two_routers(world)
     client = await world.client(owner, DEADLINE_S)
-    target.pause()
-    running = asyncio.create_task(client.generate(PROMPT, max_tokens=400, temperature=0))
-    await world.until(lambda: owner.group.num_unfinished == 1, "it runs at the owner", timeout_s=DEADLINE_S)
+    running = await held_at(world, target, owner, client)
     lease = owner.group.target._lease
     registry = world.registry
     held = registry._key("owner", lease.group_id), f"{lease.token + 1}:frontend"  # which will claim it again
@@ -244,9 +246,7 @@ async def test_a_submit_that_is_late_is_no_reason_to_give_up_what_runs(
     target = await world.target()
     owner, other = await two_routers(world)
     client = await world.client(other, DEADLINE_S)
-    target.pause()
-    running = asyncio.create_task(client.generate(PROMPT, request_id="one", max_tokens=400, temperature=0))
-    await world.until(lambda: owner.group.num_unfinished == 1, "it runs at the owner", timeout_s=DEADLINE_S)
+    running = await held_at(world, target, owner, client, request_id="one")
 
     async def never(_: NewRequest) -> None:
         await asyncio.Event().wait()
