@@ -66,8 +66,11 @@ class EngineConfig(_Section):
 
     # Folder of a causal LM in Hugging Face format.
     model: str
-    # Of the weights. On a CPU, bfloat16 weights are multiplied with float32 activations.
+    # Of the weights. On a CPU, bfloat16 and int8 weights are multiplied with activations of activation_dtype.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # Of what a product multiplies bfloat16 or int8 weights with, on a CPU; sums and all else stay float32. bfloat16 may
+    # round rows to that, which only AMX gains from: other processors keep them as they are.
+    activation_dtype: Literal["float32", "bfloat16"] = "float32"
     # Linear layers in int8, on a CPU: a scale for each output, or for quantization_group_size inputs of each.
     quantization: Literal["int8"] | None = None
     quantization_group_size: PositiveInt | None = None
@@ -86,6 +89,12 @@ class EngineConfig(_Section):
     max_num_seqs: PositiveInt = 64
     # Threads of each rank; None shares the machine's cores among the ranks on it.
     num_threads: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _activation_dtype_has_a_use(self) -> EngineConfig:
+        if self.activation_dtype == "bfloat16" and self.dtype != "bfloat16" and self.quantization is None:
+            raise ValueError(f"activation_dtype is bfloat16, but dtype is {self.dtype} and quantization is not set")
+        return self
 
     @model_validator(mode="after")
     def _group_size_has_a_use(self) -> EngineConfig:

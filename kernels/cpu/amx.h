@@ -49,13 +49,14 @@ TARGET inline void ask_ahead(const void* weights, int64_t bytes) {
 }
 
 // int8 weights meet rows of three digits, which lie in tiles as three rows: so five rows take one tile, and a few cost no
-// more than one.
+// more than one. Rounded rows have two digits.
 
-// x [count], a multiple of 16, as whole multiples of the result: 65536 * high + 256 * middle + low. Half of that is 2^-24 of
-// the largest magnitude, so what is lost is what float32 loses at such a number. Where x holds something that is no finite
-// number, the result is a NaN.
-TARGET inline float split_int8(const float* x, int64_t count, int8_t* high, int8_t* middle, int8_t* low) {
-  constexpr float kLargest = 127.f * 65536.f, kNearlyZero = 1e-30f;
+// x [count], a multiple of 16, as whole multiples of the result: digits of 256, the highest first, `apart` from one another.
+// Half of the smallest multiple of three digits is 2^-24 of the largest magnitude, so what is lost is what float32 loses at such
+// a number; of two digits, 2^-16. Where x holds something that is no finite number, the result is a NaN.
+template <int64_t kDigits>
+TARGET inline float split_int8(const float* x, int64_t count, int8_t* digits, int64_t apart) {
+  constexpr float kLargest = 127.f * (kDigits == 3 ? 65536.f : 256.f), kNearlyZero = 1e-30f;
   constexpr int32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
   __m512i largest_bits = _mm512_setzero_si512();  // of a magnitude: in the order of the numbers
   for (int64_t i = 0; i < count; i += 16)
@@ -68,12 +69,11 @@ TARGET inline float split_int8(const float* x, int64_t count, int8_t* high, int8
   const __m512 inverse = _mm512_set1_ps(is_zero || !is_finite ? 0.f : kLargest / largest);
   for (int64_t i = 0; i < count; i += 16) {
     // The digits are signed: each takes what brings the rest below into its range.
-    const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
-    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-    const __m512i top = _mm512_srai_epi32(_mm512_add_epi32(upper, _mm512_set1_epi32(128)), 8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(top));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(middle + i), _mm512_cvtepi32_epi8(upper));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(value));
+    __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
+    for (int64_t digit = kDigits - 1; digit >= 0; --digit) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + digit * apart + i), _mm512_cvtepi32_epi8(value));
+      value = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+    }
   }
   if (!is_finite) return std::numeric_limits<float>::quiet_NaN();
   return is_zero ? 0.f : largest / kLargest;
@@ -111,17 +111,19 @@ TARGET inline void digit_sums(
   asm volatile("" : : "r"(sums) : "memory");
 }
 
-// acc [n][kPanel] += the numbers whose digits' sums are given, [3 * n][kPanel], times row_scales [n at `stride`] and
+// acc [n][kPanel] += the numbers whose digits' sums are given, [kDigits * n][kPanel], times row_scales [n at `stride`] and
 // scales [kPanel].
+template <int64_t kDigits>
 TARGET inline void add_scaled(
     const int32_t* sums, const float* row_scales, int64_t stride, const float* scales, int64_t n, float* acc) {
   for (int64_t r = 0; r < n; ++r) {
     const __m512 row_scale = _mm512_set1_ps(row_scales[r * stride]);
     for (int64_t o = 0; o < kPanel; o += 16) {
-      const int32_t* digits = sums + 3 * r * kPanel + o;
-      __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(digits + 2 * kPanel));
-      sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(digits + kPanel)), _mm512_set1_ps(256.f), sum);
-      sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(digits)), _mm512_set1_ps(65536.f), sum);
+      const int32_t* digit = sums + (kDigits * (r + 1) - 1) * kPanel + o;
+      __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(digit));
+      float worth = 256.f;
+      for (int64_t i = 1; i < kDigits; ++i, worth *= 256.f)
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(digit - i * kPanel)), _mm512_set1_ps(worth), sum);
       float* to = acc + r * kPanel + o;
       const __m512 scale = _mm512_mul_ps(row_scale, _mm512_loadu_ps(scales + o));
       _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, scale, _mm512_loadu_ps(to)));

@@ -111,11 +111,18 @@ inline torch::Tensor pack(const torch::Tensor& weight, int64_t group, const std:
 // A matrix as `pack` gave it, with what belongs to it.
 class Matrix {
  public:
-  // scales [groups, out] for int8, else none; bias [out]. Checks that the parts fit.
+  // scales [groups, out] for int8, else none; bias [out]; rounds_rows: whether rows that meet it on tiles are rounded there to
+  // bfloat16, or to 16 bits where they meet int8. Checks that the parts fit.
   Matrix(
       torch::Tensor packed, int64_t out, int64_t in, std::optional<torch::Tensor> scales, int64_t group,
-      std::optional<torch::Tensor> bias, const std::string& isa)
-      : packed_(std::move(packed)), scales_(std::move(scales)), bias_(std::move(bias)), out_(out), in_(in), group_(group) {
+      std::optional<torch::Tensor> bias, bool rounds_rows, const std::string& isa)
+      : packed_(std::move(packed)),
+        scales_(std::move(scales)),
+        bias_(std::move(bias)),
+        out_(out),
+        in_(in),
+        group_(group),
+        rounds_rows_(rounds_rows) {
     const Isa set = parse(isa);
     const bool is_int8 = packed_.scalar_type() == torch::kInt8, in_units = packed_.scalar_type() == torch::kByte;
     const int64_t panels = (out + kPanel - 1) / kPanel;
@@ -139,11 +146,13 @@ class Matrix {
   int64_t out() const { return out_; }
   int64_t in() const { return in_; }
   int64_t group() const { return group_; }
+  bool rounds_rows() const { return rounds_rows_; }
   Kind kind() const { return kind_; }
 
  private:
   torch::Tensor packed_;
   std::optional<torch::Tensor> scales_, bias_;
   int64_t out_, in_, group_;
+  bool rounds_rows_;
   Kind kind_;
 };

@@ -23,6 +23,9 @@ class PackedWeights:
     group_size: int
     out_features: int
     in_features: int
+    # Whether rows that meet it on AMX are rounded there to bfloat16, or to 16 bits where they meet int8; other
+    # instruction sets would not be faster for it and leave rows as they are.
+    rounds_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,7 @@ class Kernels:
             weights.scales,
             weights.group_size,
             bias,
+            weights.rounds_rows,
             self.instruction_set,
         )
 

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -198,7 +199,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("instruction_sets", &instruction_sets);
   m.def("pack", &pack, release());
   py::class_<Matrix>(m, "Matrix")
-      .def(py::init<Tensor, int64_t, int64_t, MaybeTensor, int64_t, MaybeTensor, const std::string&>());
+      .def(py::init<Tensor, int64_t, int64_t, MaybeTensor, int64_t, MaybeTensor, bool, const std::string&>());
   py::class_<Norm>(m, "Norm").def(py::init<Tensor, double, const std::string&>());
   py::class_<Heads>(m, "Heads").def(py::init<int64_t, double, MaybeTensor, MaybeTensor, double, const std::string&>());
   py::class_<SwiGluLayer>(m, "SwiGluLayer")

@@ -74,7 +74,8 @@ class Product {
   bool is_wide_;
 };
 
-// Products with int8 weights on tiles: rows as three digits, exact sums over up to kPart inputs that share two scales.
+// Products with int8 weights on tiles: rows as digits, exact sums over up to kPart inputs that share two scales.
+template <int64_t kDigits>
 class DigitProduct {
  public:
   // x [n, in]
@@ -82,7 +83,7 @@ class DigitProduct {
       : n_(n),
         in_(matrix.in()),
         out_(matrix.out()),
-        num_tiles_((3 * n_ + amx::kTileRows - 1) / amx::kTileRows),
+        num_tiles_((kDigits * n_ + amx::kTileRows - 1) / amx::kTileRows),
         x_(x),
         scales_(matrix.scales()),
         weights_(matrix.packed().data_ptr<int8_t>()),
@@ -93,16 +94,16 @@ class DigitProduct {
         parts_.push_back({start / group, k, std::min({kPart, start + group - k, in_ - k})});
     row_scales_.resize(n_ * parts_.size());
     // Rows of the last tile that nobody fills give sums that nobody reads.
-    std::fill(digits_ + 3 * n_ * in_, digits_ + num_tiles_ * amx::kTileRows * in_, 0);
+    std::fill(digits_ + kDigits * n_ * in_, digits_ + num_tiles_ * amx::kTileRows * in_, 0);
   }
 
   // Splits rows begin to end.
   void take(int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       for (size_t i = 0; i < parts_.size(); ++i) {
-        int8_t* to = digits_ + 3 * r * in_ + parts_[i].first;
+        const auto [group, first, count] = parts_[i];
         row_scales_[r * parts_.size() + i] =
-            amx::split_int8(x_ + r * in_ + parts_[i].first, parts_[i].count, to, to + in_, to + 2 * in_);
+            amx::split_int8<kDigits>(x_ + r * in_ + first, count, digits_ + kDigits * r * in_ + first, in_);
       }
   }
 
@@ -126,7 +127,7 @@ class DigitProduct {
       amx::digit_sums(
           weights_ + (p * in_ + part.first) * kPanel, digits_ + part.first, in_, part.count, num_tiles_,
           s.sums.data());
-      amx::add_scaled(s.sums.data(), row_scales_.data() + i, parts_.size(), scales, n_, s.total.data());
+      amx::add_scaled<kDigits>(s.sums.data(), row_scales_.data() + i, parts_.size(), scales, n_, s.total.data());
     }
     return s.total.data();
   }
@@ -209,12 +210,20 @@ class MultiplicationOf final : public Multiplication {
   Parts left_;
 };
 
+template <typename P>
+std::unique_ptr<Multiplication> multiplication_of(
+    const float* x, int64_t n, const Matrix& matrix, int64_t num_threads, Workspace& space) {
+  return std::make_unique<MultiplicationOf<P>>(x, n, matrix, num_threads, space);
+}
+
 // x [n, in] is to be read from `take` on only. num_threads: of the team.
 inline std::unique_ptr<Multiplication> multiplication(
     const float* x, int64_t n, const Matrix& matrix, int64_t num_threads, Workspace& space) {
-  switch (matrix.kind()) {
-    case Matrix::Kind::kUnits: return std::make_unique<MultiplicationOf<UnitProduct>>(x, n, matrix, num_threads, space);
-    case Matrix::Kind::kDigits: return std::make_unique<MultiplicationOf<DigitProduct>>(x, n, matrix, num_threads, space);
-    default: return std::make_unique<MultiplicationOf<Product>>(x, n, matrix, num_threads, space);
-  }
+  const bool rounds = matrix.rounds_rows();
+  const auto make = matrix.kind() == Matrix::Kind::kUnits
+                        ? (rounds ? multiplication_of<UnitProduct<1>> : multiplication_of<UnitProduct<2>>)
+                    : matrix.kind() == Matrix::Kind::kDigits
+                        ? (rounds ? multiplication_of<DigitProduct<2>> : multiplication_of<DigitProduct<3>>)
+                        : multiplication_of<Product>;
+  return make(x, n, matrix, num_threads, space);
 }

@@ -1,36 +1,47 @@
 // Products of rows with bfloat16 weights in units on AMX (see units.h and matrix.h).
 
 // Products with a panel for all rows. Sums run over the inputs in order, 32 at a time, whatever the number of rows.
+// kParts: of which a row is the sum; one of them rounds it.
+template <int64_t kParts>
 class UnitProduct {
+  static constexpr int64_t kPanels = 8, kInputBytes = 1 << 19, kOpened = 48;
+
  public:
   // x [n, in]
   UnitProduct(const float* x, int64_t n, const Matrix& matrix, Workspace& space)
       : n_(n),
         in_(matrix.in()),
         steps_(in_ / amx::kTileInputs),
+        has_few_(n <= 2 * amx::kTileRows),
         x_(x),
         weights_(matrix.packed()),
-        rows_(space.take<uint16_t>(2 * n_ * in_)) {}
+        rows_(space.take<uint16_t>(kParts * n_ * in_)) {}
 
-  // Splits rows begin to end.
+  // Rounds or splits rows begin to end.
   void take(int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t block = r / amx::kTileRows, height = rows_of(block), line = r % amx::kTileRows;
-      uint16_t* to = rows_ + 2 * block * amx::kTileRows * in_ + line * amx::kTileInputs;
-      amx::split(x_ + r * in_, in_, to, height * amx::kTileInputs, 2 * height * amx::kTileInputs);
+      const int64_t part = height * amx::kTileInputs;
+      uint16_t* to = rows_ + kParts * block * amx::kTileRows * in_ + line * amx::kTileInputs;
+      if constexpr (kParts == 1) amx::round(x_ + r * in_, in_, to, part);
+      if constexpr (kParts == 2) amx::split(x_ + r * in_, in_, to, part, 2 * part);
     }
   }
 
   // Buffers of one thread.
   struct Scratch {
-    alignas(64) uint16_t opened[2 * amx::kUnit];
     std::vector<float> sums;
+    std::vector<uint16_t> space;
+    uint16_t* opened;  // [kOpened][kUnit], on a line of the cache
+    std::array<const uint16_t*, kOpened> units;
     int64_t rows = 0, more = 0;
   };
 
   Scratch scratch() const {
     Scratch s;
     s.sums.resize(kPanels * n_ * kPanel);
+    s.space.resize((has_few_ ? 2 : kOpened) * amx::kUnit + 32);
+    s.opened = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(s.space.data()) + 63) / 64 * 64);
     return s;
   }
 
@@ -38,7 +49,7 @@ class UnitProduct {
   // next inputs, so that both stay in the second-level cache.
   template <typename Write>
   void each(int64_t begin, int64_t end, Scratch& s, const Write& write) const {
-    const int64_t part = n_ <= 2 * amx::kTileRows ? steps_ : std::max<int64_t>(1, kInputBytes / (4 * n_ * amx::kTileInputs));
+    const int64_t part = has_few_ ? steps_ : std::clamp<int64_t>(kInputBytes / (2 * kParts * n_ * amx::kTileInputs), 1, kOpened);
     for (int64_t from = begin; from < end; from += kPanels) {
       const int64_t count = std::min(kPanels, end - from);
       std::fill_n(s.sums.begin(), count * n_ * kPanel, 0.f);
@@ -59,30 +70,28 @@ class UnitProduct {
   void finish(const Scratch&) const { amx::release(); }
 
  private:
-  static constexpr int64_t kPanels = 8, kInputBytes = 1 << 19;
 
   int64_t rows_of(int64_t block) const { return std::min(amx::kTileRows, n_ - block * amx::kTileRows); }
 
   const uint16_t* inputs(int64_t block, int64_t step) const {
-    return rows_ + 2 * (block * amx::kTileRows * in_ + step * rows_of(block) * amx::kTileInputs);
+    return rows_ + kParts * (block * amx::kTileRows * in_ + step * rows_of(block) * amx::kTileInputs);
   }
 
-  // Adds the products of a panel's units with all rows to their sums [n][kPanel], two blocks of rows at a time.
+  // Adds the products of a panel's units with all rows to their sums [n][kPanel], two blocks of rows at a time. The first
+  // open the units for all.
   void add_steps(
       const uint8_t* unit, const uint8_t* heads, int64_t first, int64_t steps, float* sums, Scratch& s) const {
     const int64_t blocks = (n_ + amx::kTileRows - 1) / amx::kTileRows;
     for (int64_t block = 0; block < blocks; block += 2) {
       float* of_block = sums + block * amx::kTileRows * kPanel;
-      if (block + 1 < blocks) {
-        add_blocks<true>(unit, heads, block, first, steps, of_block, s);
-      } else {
-        add_blocks<false>(unit, heads, block, first, steps, of_block, s);
-      }
+      const auto add = block + 1 < blocks ? (block ? &UnitProduct::add_blocks<true, false> : &UnitProduct::add_blocks<true, true>)
+                                          : (block ? &UnitProduct::add_blocks<false, false> : &UnitProduct::add_blocks<false, true>);
+      (this->*add)(unit, heads, block, first, steps, of_block, s);
     }
   }
 
-  // Each unit is opened while the one before is multiplied.
-  template <bool kTwo>
+  // With kOpens, each unit is opened while the one before is multiplied.
+  template <bool kTwo, bool kOpens>
   void add_blocks(
       const uint8_t* unit, const uint8_t* heads, int64_t block, int64_t first, int64_t steps, float* sums,
       Scratch& s) const {
@@ -90,20 +99,23 @@ class UnitProduct {
     float* second = sums + amx::kTileRows * kPanel;
     if (rows != s.rows || more != s.more) amx::configure(s.rows = rows, s.more = more);
     amx::load_sums<kTwo>(sums, second);
-    const uint16_t* opened = amx::open_unit(unit, heads[0], s.opened);
+    const int64_t places = has_few_ ? 2 : kOpened;
+    if constexpr (kOpens) s.units[0] = amx::open_unit(unit, heads[0], s.opened);
     for (int64_t step = 0; step < steps; ++step) {
-      const uint16_t* next = nullptr;
-      unit += amx::unit_bytes(heads[step]);
-      if (step + 1 < steps) next = amx::open_unit(unit, heads[step + 1], s.opened + (step + 1) % 2 * amx::kUnit);
+      if constexpr (kOpens) {
+        unit += amx::unit_bytes(heads[step]);
+        const int64_t next = (step + 1) % places;
+        if (step + 1 < steps) s.units[next] = amx::open_unit(unit, heads[step + 1], s.opened + next * amx::kUnit);
+      }
       const uint16_t* others = kTwo ? inputs(block + 1, first + step) : nullptr;
-      amx::add_unit<kTwo>(opened, inputs(block, first + step), rows, others, more);
-      opened = next;
+      amx::add_unit<kTwo, kParts>(s.units[step % places], inputs(block, first + step), rows, others, more);
     }
     amx::store_sums<kTwo>(sums, second);
   }
 
   int64_t n_, in_, steps_;
+  bool has_few_;  // all rows meet a unit while it is open
   const float* x_;
   Units weights_;
-  uint16_t* rows_;  // [blocks of 16 rows][in / 32][high, low][rows][32]
+  uint16_t* rows_;  // [blocks of 16 rows][in / 32][kParts][rows][32]
 };

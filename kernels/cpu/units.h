@@ -83,9 +83,18 @@ TARGET inline const uint16_t* open_unit(const uint8_t* from, uint8_t head, uint1
   return to;
 }
 
-// A row's x [count], a multiple of 32, as the sum of two bfloat16: 32 high parts go to `to`, the low ones `apart` further, and
-// so on at `stride`. Together they keep 16 bits of the mantissa: the weights have 8, so what is lost is far below what they
-// lost already. A high part that is no finite number has no rest.
+// A row's x [count], a multiple of 32, rounded to bfloat16: 32 go to `to`, and so on at `stride`.
+TARGET inline void round(const float* x, int64_t count, uint16_t* to, int64_t stride) {
+  for (int64_t k = 0; k < count; k += 32, to += stride)
+    for (int64_t i = 0; i < 32; i += 16) {
+      const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + k + i));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), rounded);
+    }
+}
+
+// The same as the sum of two bfloat16: the high parts go to `to`, the low ones `apart` further. Together they keep 16 bits of
+// the mantissa: the weights have 8, so what is lost is far below what they lost already. A high part that is no finite number
+// has no rest.
 TARGET inline void split(const float* x, int64_t count, uint16_t* to, int64_t apart, int64_t stride) {
   constexpr int kNanOrInfinite = 0x99;
   for (int64_t k = 0; k < count; k += 32, to += stride)
@@ -122,14 +131,14 @@ TARGET inline void store_sums(float* first, float* second) {
   asm volatile("" : : "r"(first), "r"(second) : "memory");
 }
 
-// Adds a unit's products with 32 inputs of one or two blocks of rows: high parts first, then low parts, into the same sums.
-// first, second: [2][rows][kTileInputs].
-template <bool kTwo>
+// Adds a unit's products with 32 inputs of one or two blocks of rows, part after part into the same sums.
+// first, second: [kParts][rows][kTileInputs].
+template <bool kTwo, int64_t kParts>
 TARGET inline void add_unit(const uint16_t* unit, const uint16_t* first, int64_t rows, const uint16_t* second, int64_t more) {
   asm volatile("" : : : "memory");  // as above
   _tile_loadd(6, unit, 64);
   _tile_loadd(7, unit + 512, 64);
-  for (int64_t part = 0; part < 2; ++part) {
+  for (int64_t part = 0; part < kParts; ++part) {
     _tile_loadd(4, first + part * rows * kTileInputs, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);

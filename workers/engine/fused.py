@@ -142,13 +142,19 @@ class FusedBlock(nn.Module):
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.products_changed()
+
+    def products_changed(self) -> None:
+        """Take the products as they are now."""
+        attention, mlp = self.attention, self.mlp
         products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         affine = [product.affine if isinstance(product, PackedLinear) else None for product in products]
         qkv, output, gate_up, down = affine
         if qkv is None or output is None or gate_up is None or down is None:
             raise ConfigError("model: a layer's products are not on our kernels")
-        self._attend = attention.kernels.attention_layer(attention_norm.native, qkv, attention.shape.native, output)
-        self._swiglu = mlp.kernels.swiglu_layer(mlp_norm.native, gate_up, down)
+        heads = attention.shape.native
+        self._attend = attention.kernels.attention_layer(self.attention_norm.native, qkv, heads, output)
+        self._swiglu = mlp.kernels.swiglu_layer(self.mlp_norm.native, gate_up, down)
 
     @property
     def native(self) -> tuple[Any, Any]:

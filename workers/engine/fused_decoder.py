@@ -38,8 +38,13 @@ class FusedDecoder(nn.Module):
         self._sliding_window = min(windows, default=None)  # type: ignore[type-var]
         self._layers = [block.attention.shape.layer for block in blocks]
         self._stack: Any = None
+        self.blocks_changed()
+
+    def blocks_changed(self) -> None:
+        """Take the blocks as they are now."""
         if not any(isinstance(module, RowParallelLinear) for module in self.modules()):
-            self._stack = norm.kernels.stack([block.native for block in blocks], norm.native)
+            blocks = [block.native for block in self.layers]  # type: ignore[operator]
+            self._stack = self.norm.kernels.stack(blocks, self.norm.native)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> DecoderOutput:
         """input_ids, position_ids [1, rows]"""

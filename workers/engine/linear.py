@@ -35,6 +35,11 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
 
+    def round_rows(self) -> None:
+        """From now on rows may be rounded, where our kernels multiply."""
+        if isinstance(self.product, KernelProduct):
+            self.product = self.product.rounding_rows()
+
     @property
     def affine(self) -> Affine | None:
         """What our kernels multiply by, and add; None where they do not."""

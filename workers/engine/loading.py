@@ -24,6 +24,7 @@ from outrider.workers.engine.fusing import fuse_layers
 from outrider.workers.engine.linear import VocabParallelHead, WideningEmbedding, replace_linear
 from outrider.workers.engine.parallel import Parallel
 from outrider.workers.engine.products import WeightFormat, choose_format
+from outrider.workers.engine.rounding import round_rows
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,9 @@ def load_model(config: EngineConfig, vocab_size: int, parallel: Parallel, device
         weight.to(device), None if bias is None else bias.to(device), vocab_size, parallel, weight_format
     )
     del weight, bias
+    if config.activation_dtype == "bfloat16":
+        round_rows(decoder)
+        round_rows(head)
     gc.collect()
     logger.info("rank %d is loaded after %.1f s", parallel.rank, time.monotonic() - began)
     return LoadedModel(decoder, head, weight_format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -35,6 +35,10 @@ class KernelProduct:
 
     def __call__(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         return self.kernels.linear(rows.contiguous(), self.weights, bias)
+
+    def rounding_rows(self) -> KernelProduct:
+        """The same with rows that may be rounded."""
+        return replace(self, weights=replace(self.weights, rounds_rows=True))
 
 
 @dataclass(frozen=True)

@@ -164,11 +164,14 @@ gpus: {{ $gpus }}
 {{- if eq (int .Values.metrics.port) (int .Values.rayCluster.head.gcsPort) }}
 {{- fail (printf "metrics.port is %d, which is rayCluster.head.gcsPort too" (int .Values.metrics.port)) }}
 {{- end }}
-{{- $engines := list (dict "key" "target.quantizationGroupSize" "engine" $target) }}
-{{- range (include "outrider.drafts" . | fromYamlArray) }}{{- $engines = append $engines (dict "key" (printf "drafts: quantizationGroupSize of %q" .name) "engine" .) }}{{- end }}
+{{- $engines := list (dict "key" "target.%s" "engine" $target) }}
+{{- range (include "outrider.drafts" . | fromYamlArray) }}{{- $engines = append $engines (dict "key" (printf "drafts: %%s of %q" .name) "engine" .) }}{{- end }}
 {{- range $engines }}
 {{- if and .engine.quantizationGroupSize (not .engine.quantization) }}
-{{- fail (printf "%s is %d, but quantization is not set" .key (int .engine.quantizationGroupSize)) }}
+{{- fail (printf "%s is %d, but quantization is not set" (printf .key "quantizationGroupSize") (int .engine.quantizationGroupSize)) }}
+{{- end }}
+{{- if and (eq .engine.activationDtype "bfloat16") (ne .engine.dtype "bfloat16") (not .engine.quantization) }}
+{{- fail (printf "%s is bfloat16, but dtype is %s and quantization is not set" (printf .key "activationDtype") .engine.dtype) }}
 {{- end }}
 {{- end }}
 {{- with .Values.speculation }}

@@ -85,7 +85,7 @@ ca_certs: {{ include "outrider.redisCaFolder" . }}/ca.crt
 {{/* The keys of an engine that have the same names here, but for their case. */}}
 {{- define "outrider.engine" -}}
 {{- $settings := dict "model" .model }}
-{{- range list "dtype" "device" "quantization" "quantizationGroupSize" "kvCacheDtype" "maxModelLen" "blockSize" "numKvBlocks" "maxNumBatchedTokens" "maxNumSeqs" "numThreads" }}
+{{- range list "dtype" "activationDtype" "device" "quantization" "quantizationGroupSize" "kvCacheDtype" "maxModelLen" "blockSize" "numKvBlocks" "maxNumBatchedTokens" "maxNumSeqs" "numThreads" }}
 {{- $value := get $ . }}
 {{- if and (hasKey $ .) (not (kindIs "invalid" $value)) }}
 {{- $_ := set $settings (snakecase .) $value }}

@@ -184,6 +184,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("speculation.promptLookupMin", {"speculation": {"promptLookupMin": 5, "promptLookupMax": 4}}),
     ("target.quantizationGroupSize", {"target": {"quantizationGroupSize": 64}}),
     ("quantizationGroupSize", {"drafts": [{"name": "a", "model": "/m", "quantizationGroupSize": 64}]}),
+    ("target.activationDtype", {"target": {"dtype": "float16", "activationDtype": "bfloat16"}}),
+    (
+        "activationDtype",
+        {"drafts": [{"name": "a", "model": "/m", "dtype": "float32", "activationDtype": "bfloat16"}]},
+    ),
     (
         "models.accessModes",
         {

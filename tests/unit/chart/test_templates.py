@@ -44,7 +44,7 @@ def test_the_program_takes_the_settings(profile: str | None) -> None:
 def test_every_value_of_an_engine_arrives() -> None:
     mine = {
         **{"dtype": "float32", "device": "cpu", "quantization": "int8", "quantizationGroupSize": 64},
-        **{"kvCacheDtype": "bfloat16", "maxModelLen": 4096, "blockSize": 32, "numKvBlocks": 100},
+        **{"activationDtype": "bfloat16", "kvCacheDtype": "bfloat16", "maxModelLen": 4096, "blockSize": 32, "numKvBlocks": 100},
         **{"maxNumBatchedTokens": 512, "maxNumSeqs": 32, "numThreads": 3},
     }
     draft = {"name": "a", "model": "/m/draft", "topM": 32, "maxNumTokens": 8, "replicas": 2}
@@ -66,6 +66,7 @@ def test_every_value_of_an_engine_arrives() -> None:
             *("float32", "cpu", "int8"),
             64,
         )
+        assert engine.activation_dtype == "bfloat16"
         assert (engine.kv_cache_dtype, engine.max_model_len, engine.block_size) == ("bfloat16", 4096, 32)
         assert (engine.num_kv_blocks, engine.max_num_batched_tokens, engine.max_num_seqs) == (100, 512, 32)
         assert engine.num_threads == 3

@@ -58,6 +58,8 @@ def test_environment_variables_are_filled_in(monkeypatch: pytest.MonkeyPatch) ->
         (with_target(dtype="int3"), "target.dtype"),
         (with_target(quantization="int3"), "target.quantization"),
         (with_target(quantization_group_size=32), "quantization is not"),
+        (with_target(activation_dtype="float16"), "target.activation_dtype"),
+        (with_target(activation_dtype="bfloat16"), "dtype is float32 and quantization is not"),
         (with_target(kv_cache_dtype="int8"), "target.kv_cache_dtype"),
         (with_target(tensor_paralel_size=2), "target.tensor_paralel_size"),
         ("target: {model: m}\ndrafts: [{model: d, placement: moon}]", "drafts.0.placement"),

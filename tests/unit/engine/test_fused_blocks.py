@@ -22,6 +22,8 @@ SETTINGS = {
     "int8": {"quantization": "int8"},
     "int8 in groups": {"quantization": "int8", "quantization_group_size": 32},
     "narrow cache": {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
+    "rounded rows": {"dtype": "bfloat16", "activation_dtype": "bfloat16"},
+    "rounded rows of int8": {"quantization": "int8", "activation_dtype": "bfloat16"},
 }
 
 

@@ -19,6 +19,8 @@ from outrider.kernels.cpu import instruction_sets, quantize_int8, round_to_bfloa
 from outrider.workers.engine.batch import SequenceRows
 from outrider.workers.engine.engine import Engine
 from outrider.workers.engine.fused import FusedAttention, FusedBlock, FusedRMSNorm, FusedSwiGLU
+from outrider.workers.engine.linear import PackedLinear
+from outrider.workers.engine.products import KernelProduct
 
 RoundedMaker = Callable[[str, str], str]
 
@@ -123,6 +125,34 @@ def test_what_differs_from_ours_is_kept(
     assert engine.row_invariant
     expected = logits_of(scenarios.make_engine(folder), scenarios)
     torch.testing.assert_close(logits_of(engine, scenarios), expected, atol=5e-4, rtol=1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_rounded_rows_are_those_of_every_product(
+    family: str, form: str, models: dict[str, str], scenarios: ModuleType
+) -> None:
+    exact = scenarios.make_engine(models[family], **SETTINGS[form])
+    engine = scenarios.make_engine(models[family], **SETTINGS[form], activation_dtype="bfloat16")
+    assert fused_layers(engine) == fused_layers(exact)
+    assert type(engine._decoder) is type(exact._decoder)
+    assert engine.row_invariant
+    products = [
+        layer.product
+        for part in (engine._decoder, engine._head)
+        for layer in part.modules()
+        if isinstance(layer, PackedLinear)
+    ]
+    assert len(products) == 2 * 4 + 1
+    assert all(isinstance(product, KernelProduct) and product.weights.rounds_rows for product in products)
+    expected, found = logits_of(exact, scenarios), logits_of(engine, scenarios)
+    if "amx" not in instruction_sets():  # nothing would be faster
+        assert torch.equal(found, expected)
+        return
+    assert not torch.equal(found, expected)
+    # bfloat16 has 8 bits, and a row's roundings cancel; digits have 16.
+    assert (found - expected).norm() < (2**-6 if form == "bfloat16" else 2**-12) * expected.norm()
 
 
 def test_without_kernels_the_same_numbers_are_multiplied_in_float32(

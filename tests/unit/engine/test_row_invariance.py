@@ -18,6 +18,7 @@ from outrider.workers.engine.engine import Engine
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
+    "rounded rows": {"dtype": "bfloat16", "activation_dtype": "bfloat16"},
     "int8": {"quantization": "int8", "quantization_group_size": 32, "kv_cache_dtype": "bfloat16"},
 }
 

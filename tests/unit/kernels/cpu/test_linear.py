@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from outrider.kernels.cpu import Kernels, Weights, load_kernels, plain, quantize_int8, round_to_bfloat16
+from outrider.kernels.cpu import (
+    Kernels,
+    PackedWeights,
+    Weights,
+    load_kernels,
+    plain,
+    quantize_int8,
+    round_to_bfloat16,
+)
 
 SHAPES = [(100, 64), (33, 34), (896, 1536), (1536, 960), (40, 2240)]
 FORMATS = {
@@ -36,15 +46,46 @@ def test_a_product_is_that_of_the_rounded_weights(kernels: Kernels, shape: tuple
         torch.testing.assert_close(without, expected - bias.double(), atol=5e-5, rtol=1e-5)
 
 
+def rounding(packed: PackedWeights) -> PackedWeights:
+    return replace(packed, rounds_rows=True)
+
+
+def on_tiles(kernels: Kernels, weights: Weights) -> bool:
+    in_features, group = weights.values.shape[1], weights.group_size
+    if weights.values.dtype is torch.bfloat16:
+        return kernels.instruction_set == "amx" and in_features % 32 == 0
+    return kernels.instruction_set == "amx" and in_features % 64 == 0 and (group >= in_features or group % 64 == 0)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rounded_rows_lose_what_they_may(kernels: Kernels, shape: tuple[int, int], form: str) -> None:
+    weights, _ = weights_of(shape, form)
+    packed, dense = kernels.pack(weights), weights.dense().double()
+    for count in (1, 8, 9, 16, 17, 40, 130):
+        x = torch.randn(count, shape[1])
+        whole, found = kernels.linear(x, packed, None), kernels.linear(x, rounding(packed), None).double()
+        assert torch.equal(found, whole.double()) is not on_tiles(kernels, weights)
+        if not on_tiles(kernels, weights):
+            continue
+        if form == "bfloat16":
+            expected = x.bfloat16().double() @ dense.T
+            torch.testing.assert_close(found, expected, atol=5e-5, rtol=1e-5)
+        else:  # half a step of 16 bits for each input, whatever inputs share the step
+            most = 0.5 * x.abs().amax(dim=1, keepdim=True).double() / (127 * 256) * dense.abs().sum(dim=1)
+            assert bool(((found - x.double() @ dense.T).abs() <= 1.01 * most + 5e-5).all())
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["whole rows", "rounded rows"])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shape", [(100, 64), (96, 1536)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_rows_bits_do_not_depend_on_its_company(
-    kernels: Kernels, shape: tuple[int, int], form: str, threads: int
+    kernels: Kernels, shape: tuple[int, int], form: str, threads: int, rounds: bool
 ) -> None:
     torch.set_num_threads(threads)
     weights, bias = weights_of(shape, form)
-    packed = kernels.pack(weights)
+    packed = replace(kernels.pack(weights), rounds_rows=rounds)
     rows = torch.randn(40, shape[1])
     alone = torch.cat([kernels.linear(row[None], packed, bias) for row in rows])
     for count in range(1, 41):
@@ -66,12 +107,16 @@ def test_many_rows_meet_the_inputs_in_parts(kernels: Kernels, count: int, shape:
     torch.testing.assert_close(found.double(), expected, atol=5e-5, rtol=1e-5)
     for row in (0, 15, 16, 33, count // 2, count - 1):
         assert torch.equal(kernels.linear(x[row : row + 1].contiguous(), packed, bias)[0], found[row]), row
+    rounded = kernels.linear(x, rounding(packed), bias)
+    for row in (0, 15, 16, 33, count // 2, count - 1):
+        assert torch.equal(kernels.linear(x[row : row + 1].contiguous(), rounding(packed), bias)[0], rounded[row]), row
 
 
-def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels) -> None:
+@pytest.mark.parametrize("rounds", [False, True], ids=["whole rows", "rounded rows"])
+def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, rounds: bool) -> None:
     for form in FORMATS:
         weights, bias = weights_of((100, 64), form)
-        packed = kernels.pack(weights)
+        packed = replace(kernels.pack(weights), rounds_rows=rounds)
         rows = torch.randn(9, 64)
         expected = kernels.linear(rows, packed, bias)
         rows[3, 5], rows[6, 7] = float("nan"), float("inf")
