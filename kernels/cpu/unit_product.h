@@ -4,7 +4,7 @@
 // kParts: of which a row is the sum; one of them rounds it.
 template <int64_t kParts>
 class UnitProduct {
-  static constexpr int64_t kPanels = 8, kInputBytes = 1 << 19, kOpened = 48;
+  static constexpr int64_t kPanels = 8, kInputBytes = 1 << 19, kOpened = 16;
 
  public:
   // x [n, in]

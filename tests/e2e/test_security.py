@@ -46,7 +46,8 @@ def test_a_cluster_with_all_of_it(make_cluster: Any, redis: Guarded, tmp_path: P
     cluster.environment["OUTRIDER_API_KEY"] = KEY
     status = json.loads(cluster.ok("status", "--json", *given))
     assert [draft["state"] for draft in status["drafts"]] == ["ready"]
-    assert cluster.generate("def add(", "--max-tokens", "8", *given)["usage"]["completion_tokens"] == 8
+    answer = cluster.generate("def add(", "--max-tokens", "8", "--ignore-eos", *given)
+    assert answer["usage"]["completion_tokens"] == 8
     for args, line in (([], "speaks TLS"), (given[:2], "ended the TLS handshake")):
         refused = cluster.outrider("status", *args)
         assert line in refused.stderr

@@ -45,7 +45,7 @@ args:
     OUTRIDER_API_KEY="$(grep -m1 '^[^#[:space:]]' {{ include "outrider.apiKeyFolder" . }}/keys)"
     export OUTRIDER_API_KEY
     {{- end }}
-    exec outrider generate --address="$OUTRIDER_ADDRESS" --prompt="$OUTRIDER_TEST_PROMPT" --max-tokens=16 --json
+    exec outrider generate --address="$OUTRIDER_ADDRESS" --prompt="$OUTRIDER_TEST_PROMPT" --max-tokens=16 --temperature=0 --ignore-eos --json
 {{- end }}
 
 {{/* Variables of every container that runs the program. */}}
