@@ -189,13 +189,18 @@ class MultiplicationOf final : public Multiplication {
     auto scratch = product_.scratch();
     const auto write = [&](int64_t p, const float* sums) {
       const int64_t first = p * kPanel, columns = std::min(kPanel, out_ - first);
-      for (int64_t r = 0; r < n_; ++r) {
+      float bias[kPanel] = {};
+      if (bias_) std::copy_n(bias_ + first, columns, bias);
+      const auto row = [&](int64_t r, int64_t count) {
+        const float *sum = sums + r * kPanel, *more = to.added ? to.added + r * out_ + first : nullptr;
         float* y = to.rows + r * out_ + first;
-        for (int64_t o = 0; o < columns; ++o) y[o] = bias_ ? sums[r * kPanel + o] + bias_[first + o] : sums[r * kPanel + o];
-        if (!to.added) continue;
-        const float* more = to.added + r * out_ + first;
-        for (int64_t o = 0; o < columns; ++o) y[o] += more[o];
-      }
+        if (more) {
+          for (int64_t o = 0; o < count; ++o) y[o] = sum[o] + bias[o] + more[o];
+        } else {
+          for (int64_t o = 0; o < count; ++o) y[o] = sum[o] + bias[o];
+        }
+      };
+      for (int64_t r = 0; r < n_; ++r) columns == kPanel ? row(r, kPanel) : row(r, columns);
     };
     do {
       product_.each(begin, end, scratch, write);

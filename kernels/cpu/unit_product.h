@@ -4,7 +4,7 @@
 // kParts: of which a row is the sum; one of them rounds it.
 template <int64_t kParts>
 class UnitProduct {
-  static constexpr int64_t kPanels = 8, kInputBytes = 1 << 19, kOpened = 16;
+  static constexpr int64_t kPanels = 8, kInputBytes = 1 << 20;
 
  public:
   // x [n, in]
@@ -13,6 +13,7 @@ class UnitProduct {
         in_(matrix.in()),
         steps_(in_ / amx::kTileInputs),
         has_few_(n <= 2 * amx::kTileRows),
+        part_(has_few_ ? steps_ : std::clamp<int64_t>(kInputBytes / (2 * kParts * n * amx::kTileInputs), 1, steps_)),
         x_(x),
         weights_(matrix.packed()),
         rows_(space.take<uint16_t>(kParts * n_ * in_)) {}
@@ -30,18 +31,18 @@ class UnitProduct {
 
   // Buffers of one thread.
   struct Scratch {
-    std::vector<float> sums;
-    std::vector<uint16_t> space;
-    uint16_t* opened;  // [kOpened][kUnit], on a line of the cache
-    std::array<const uint16_t*, kOpened> units;
+    Workspace space;
+    float* sums;       // [kPanels][n][kPanel]
+    uint16_t* opened;  // [2, or part_ where there are many rows][kUnit]
+    std::vector<const uint16_t*> units;
     int64_t rows = 0, more = 0;
   };
 
   Scratch scratch() const {
     Scratch s;
-    s.sums.resize(kPanels * n_ * kPanel);
-    s.space.resize((has_few_ ? 2 : kOpened) * amx::kUnit + 32);
-    s.opened = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(s.space.data()) + 63) / 64 * 64);
+    s.sums = s.space.template take<float>(kPanels * n_ * kPanel);
+    s.units.resize(has_few_ ? 2 : part_);
+    s.opened = s.space.template take<uint16_t>(s.units.size() * amx::kUnit);
     return s;
   }
 
@@ -49,21 +50,20 @@ class UnitProduct {
   // next inputs, so that both stay in the second-level cache.
   template <typename Write>
   void each(int64_t begin, int64_t end, Scratch& s, const Write& write) const {
-    const int64_t part = has_few_ ? steps_ : std::clamp<int64_t>(kInputBytes / (2 * kParts * n_ * amx::kTileInputs), 1, kOpened);
     for (int64_t from = begin; from < end; from += kPanels) {
       const int64_t count = std::min(kPanels, end - from);
-      std::fill_n(s.sums.begin(), count * n_ * kPanel, 0.f);
+      std::fill_n(s.sums, count * n_ * kPanel, 0.f);
       std::vector<int64_t> place(count);
       for (int64_t i = 0; i < count; ++i) place[i] = weights_.starts[from + i];
-      for (int64_t first = 0; first < steps_; first += part) {
-        const int64_t steps = std::min(part, steps_ - first);
+      for (int64_t first = 0; first < steps_; first += part_) {
+        const int64_t steps = std::min(part_, steps_ - first);
         for (int64_t i = 0; i < count; ++i) {
           const uint8_t* heads = weights_.heads + (from + i) * steps_ + first;
-          add_steps(weights_.units + place[i], heads, first, steps, s.sums.data() + i * n_ * kPanel, s);
+          add_steps(weights_.units + place[i], heads, first, steps, s.sums + i * n_ * kPanel, s);
           for (int64_t step = 0; step < steps; ++step) place[i] += amx::unit_bytes(heads[step]);
         }
       }
-      for (int64_t i = 0; i < count; ++i) write(from + i, s.sums.data() + i * n_ * kPanel);
+      for (int64_t i = 0; i < count; ++i) write(from + i, s.sums + i * n_ * kPanel);
     }
   }
 
@@ -99,22 +99,23 @@ class UnitProduct {
     float* second = sums + amx::kTileRows * kPanel;
     if (rows != s.rows || more != s.more) amx::configure(s.rows = rows, s.more = more);
     amx::load_sums<kTwo>(sums, second);
-    const int64_t places = has_few_ ? 2 : kOpened;
+    const int64_t place = has_few_ ? 1 : -1;  // bits of a step that say where its unit lies
     if constexpr (kOpens) s.units[0] = amx::open_unit(unit, heads[0], s.opened);
     for (int64_t step = 0; step < steps; ++step) {
       if constexpr (kOpens) {
         unit += amx::unit_bytes(heads[step]);
-        const int64_t next = (step + 1) % places;
+        const int64_t next = (step + 1) & place;
         if (step + 1 < steps) s.units[next] = amx::open_unit(unit, heads[step + 1], s.opened + next * amx::kUnit);
       }
       const uint16_t* others = kTwo ? inputs(block + 1, first + step) : nullptr;
-      amx::add_unit<kTwo, kParts>(s.units[step % places], inputs(block, first + step), rows, others, more);
+      amx::add_unit<kTwo, kParts>(s.units[step & place], inputs(block, first + step), rows, others, more);
     }
     amx::store_sums<kTwo>(sums, second);
   }
 
   int64_t n_, in_, steps_;
   bool has_few_;  // all rows meet a unit while it is open
+  int64_t part_;  // steps in which rows meet some panels before they go on
   const float* x_;
   Units weights_;
   uint16_t* rows_;  // [blocks of 16 rows][in / 32][kParts][rows][32]
