@@ -21,6 +21,7 @@ class SessionState(enum.Enum):
     """A request without a session has none yet, lost it, or found no draft that can serve it."""
 
     OPENING = "opening"  # the draft catches up with the text; how long that takes says nothing of later proposals
+    RESUMING = "resuming"  # likewise, after a rest; nobody waits for it
     DRAFTING = "drafting"
 
 
@@ -36,6 +37,9 @@ class DraftSession:
         is_prompt: whether its last proposal was not overdue; only then is it waited for.
         is_waited_for: whether the step after its last commit was to wait for its proposal.
         unmeasured_base: base of a proposal that came during a step, whose lag is known once the step is over.
+        num_told: length of the text that the draft knows.
+        is_resting: whether it was told to propose nothing. Then it is told nothing more: keeping up costs passes too,
+            and one over many tokens costs less than as many over one.
     """
 
     session_id: int
@@ -49,15 +53,17 @@ class DraftSession:
     is_prompt: bool = True
     is_waited_for: bool = False
     unmeasured_base: int | None = None
+    num_told: int = 0
+    is_resting: bool = False
 
     @property
     def is_ready(self) -> bool:
         """Whether the draft should have caught up with the text: it had as long as the target for the prompt."""
-        return self.state is SessionState.DRAFTING or bool(self.told)
+        return self.state is SessionState.DRAFTING or (self.state is SessionState.OPENING and bool(self.told))
 
     @property
     def is_at_work(self) -> bool:
-        return self.is_prompt and (self.expected_since is not None or not self.is_ready)
+        return not self.is_resting and self.is_prompt and (self.expected_since is not None or not self.is_ready)
 
 
 @dataclass(eq=False)
@@ -142,7 +148,9 @@ class DraftBook:
                 self._open(request, min(able, key=lambda draft: len(draft.sessions)))
 
     def _open(self, request: Request, draft: Draft) -> None:
-        session = DraftSession(self._next_session_id, draft.facts.draft_id, request, latency=draft.latency)
+        session = DraftSession(
+            self._next_session_id, draft.facts.draft_id, request, latency=draft.latency, num_told=len(request.text)
+        )
         self._next_session_id += 1
         draft.sessions[session.session_id] = session
         request.session = session
@@ -186,6 +194,11 @@ class DraftBook:
             _measure_lag(session, session.unmeasured_base)
             session.unmeasured_base = None
         num_tokens = self._num_tokens(session, facts, 0.0 if is_waited_for else session.lag_tokens)
+        base_len = session.num_told = min(base_len, session.num_told)
+        if session.is_resting and not num_tokens:
+            return
+        self.note_overdue(session, now)  # what was asked for last did not come within a whole step
+        _rest_or_resume(session, num_tokens)
         session.is_waited_for = is_waited_for
         session.expected_since = now if num_tokens else None
         if num_tokens:
@@ -206,6 +219,7 @@ class DraftBook:
                 traceparent=request.trace.traceparent if request.trace is not None else "",
             )
         )
+        session.num_told = len(request.text)
 
     def close(self, request: Request) -> None:
         session = request.session
@@ -237,7 +251,7 @@ class DraftBook:
         """
         told_at = session.told.get(base_len)
         session.told = {length: at for length, at in session.told.items() if length > base_len}
-        if session.state is SessionState.OPENING:  # it had a prefix to catch up with: not what to expect from now on
+        if session.state is not SessionState.DRAFTING:  # it had to catch up: not what to expect from now on
             session.state = SessionState.DRAFTING
         elif told_at is not None:
             draft, latency_s = self.drafts[session.draft_id], now - told_at
@@ -274,7 +288,7 @@ class DraftBook:
 
     def _is_overdue(self, session: DraftSession, now: float) -> bool:
         slowest_s = session.latency.slowest_s
-        if session.expected_since is None or slowest_s is None:
+        if session.expected_since is None or slowest_s is None or session.state is SessionState.RESUMING:
             return False
         return now - session.expected_since >= give_up_after(slowest_s)
 
@@ -283,9 +297,19 @@ class DraftBook:
         request = session.request
         if not request.throttle.is_on:
             return 0
-        wanted = num_tokens_to_ask(request.num_speculative_tokens, lag_tokens, facts.max_num_tokens)
+        wanted = num_tokens_to_ask(request.num_allowed_tokens, lag_tokens, facts.max_num_tokens)
         length = len(request.text)
         return max(0, min(wanted, request.end_len - length - 1, facts.max_model_len - length))
+
+
+def _rest_or_resume(session: DraftSession, num_tokens: int) -> None:
+    """What asking for nothing, or for something again, means for a session."""
+    if session.is_resting and num_tokens:
+        session.state = SessionState.RESUMING
+        session.is_prompt = True
+    if not num_tokens:
+        session.told = {}
+    session.is_resting = not num_tokens
 
 
 def _measure_lag(session: DraftSession, base_len: int) -> None:

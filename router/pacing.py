@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 
 from outrider.core.sampling import Verifier
 from outrider.router.draft_book import DraftBook
+from outrider.router.goodput import StepSeconds
 from outrider.router.hearing import acceptance, settled
 from outrider.router.policy import (
     HOLD_FRACTION,
@@ -24,7 +25,7 @@ from outrider.router.policy import (
     tokens_without_waiting,
 )
 from outrider.router.requests import Request
-from outrider.router.step_cost import StepCosts, most_prompt_rows, observed, seconds_of, typical
+from outrider.router.step_cost import StepCosts, most_prompt_rows, observed, seconds_of, seconds_within, typical
 from outrider.router.step_rows import Rows
 
 
@@ -73,6 +74,11 @@ class Pacer:
     def group_changed(self) -> None:
         """What was learned of the rows of steps is not true of another group."""
         self._costs = StepCosts()
+
+    def step_seconds(self) -> StepSeconds | None:
+        """How long steps take by their rows; None where none is known."""
+        line = typical(self._costs)
+        return (lambda rows: seconds_within(line, rows)) if line and line[0][1] > 0.0 else None
 
     def most_prompt_rows(self, num_decoding: int, max_slowdown: float) -> int:
         """Rows of prompts beside ``num_decoding`` others, where a step may take ``max_slowdown`` times as long."""

@@ -11,6 +11,7 @@ from outrider.router.hearing import heard
 from outrider.router.round_trace import step_traces
 from outrider.router.step_cost import fair_slowdown
 from outrider.router.step_rows import Rows
+from outrider.router.weighing import weigh
 
 
 class StepPlanner:
@@ -29,6 +30,7 @@ class StepPlanner:
         """See ``Scheduler.schedule``."""
         books = self._books
         self._held_until = None
+        weigh(books)
         if not books.requests:
             return None
         if len(books.flight):
@@ -75,7 +77,14 @@ class StepPlanner:
             after_step=before.plan.step if before is not None else None,
             traces=step_traces(rows, before),
         )
-        books.flight.add(plan, rows, now, beside_drafts=books.drafts.is_any_at_work)
+        books.flight.add(
+            plan,
+            rows,
+            now,
+            beside_drafts=books.drafts.is_any_at_work,
+            load=books.governor.load,
+            level=books.governor.level,
+        )
         for part in rows:
             books.counts.began(part.request, now)
         books.drafts.assign(books.batcher.running, now)

@@ -92,6 +92,14 @@ def seconds_of(line: Sequence[Point], rows: float) -> float:
     return before + (rows - left) * (after - before) / (right - left)
 
 
+def seconds_within(line: Sequence[Point], rows: float) -> float:
+    """Time of a step, where fewer rows than were ever seen may take less: half of the smallest known one at least."""
+    if rows >= line[0][0] or len(line) == 1:
+        return seconds_of(line, rows)
+    (left, before), (right, after) = line[:2]
+    return max(before - (left - rows) * (after - before) / (right - left), 0.5 * before)
+
+
 def rows_within(line: Sequence[Point], seconds: float) -> float:
     """Most rows of a step that takes ``seconds``; infinite where time does not seem to grow with them."""
     if seconds < line[0][1]:
