@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -211,7 +212,10 @@ class Governor:
         ]
         if not able:
             return None
-        best = max(able, key=lambda level: (options[level].goodput or float("inf"), -level))
+        if Level.PLAIN in able and not options[Level.PLAIN].rate.num_rounds:
+            best = Level.PLAIN  # it costs least to find out: no draft has to catch up
+        else:
+            best = max(able, key=lambda level: (options[level].goodput or math.inf, -level))
         return _Trial(best, rate.goodput, rate.round_s)
 
     def _end_trial(self, has_won: bool | None) -> None:

@@ -1,0 +1,164 @@
+"""Streams in company, in simulated time: speculation gives way where plain decoding of the whole batch is faster.
+
+Times are in passes of the target over one row. A pass takes hardly longer up to sixteen rows and then grows with them;
+a draft's passes are shorter and grow with rows too. Where target and draft share processors, each runs at half its
+speed while both do. Every stream writes ``LENGTH`` tokens, and another takes its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from outrider.core.prefix import hash_tokens
+from outrider.core.proposal import Proposal
+from outrider.router.drafts import DraftClose
+from outrider.router.settings import SchedulerSettings
+
+PROMPT, LENGTH = 12, 48
+CHUNK = 32  # rows of a text that a draft takes in at once
+PLAIN = SchedulerSettings(num_speculative_tokens=0)
+GIVES_WAY = SchedulerSettings()
+STUBBORN = SchedulerSettings(adapt_to_load=False)
+
+
+def pass_s(rows: int) -> float:
+    return 1.0 + 0.015 * min(rows, 16) + 0.04 * max(0, rows - 16)
+
+
+def flat_pass_s(rows: int) -> float:
+    return 1.0
+
+
+def draft_pass_s(rows: int) -> float:
+    return 0.25 + 0.02 * rows
+
+
+def quick_draft_pass_s(rows: int) -> float:
+    return 0.02
+
+
+@dataclass
+class Session:
+    """What a draft knows of a text. Tokens that it drafted stay as long as what is committed agrees with them."""
+
+    text: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_known: int = 0
+    is_due: bool = False
+
+    def commit(self, text: list[int], num_tokens: int) -> None:
+        before, now = [*self.text, *self.drafted], text
+        agreed = next(
+            (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now))
+        )
+        self.drafted = before[len(text) :] if agreed == len(text) else []
+        self.num_known = min(self.num_known, agreed)
+        self.text, self.num_tokens, self.is_due = text, num_tokens, num_tokens > 0
+
+    @property
+    def num_rows(self) -> int:
+        """Of the next pass: what it does not know yet. Where a token is to be drafted there is always one."""
+        known = len(self.text) + len(self.drafted)
+        if self.is_due and len(self.drafted) < self.num_tokens:
+            return min(CHUNK, known - self.num_known)
+        return min(CHUNK, max(0, len(self.text) - 1 - self.num_known))
+
+
+class Machine:
+    """One target, and one draft for all streams unless there is none."""
+
+    def __init__(
+        self, toy, settings, num_streams, *, pass_s=pass_s, draft_pass_s=draft_pass_s, apart=False, draft=True
+    ):
+        self.toy, self.pass_s, self.draft_pass_s, self.apart = toy, pass_s, draft_pass_s, apart
+        info = toy.group_info(num_blocks=2000, block_size=16, max_model_len=200, max_num_batched_tokens=256)
+        self.world = toy.World(info, settings)
+        self.num_streams, self.numbers = num_streams, itertools.count()
+        self.num_wrong = 5  # of 23 proposed tokens
+        self.sessions: dict[int, Session] = {}
+        self.step_left: float | None = None
+        self.pass_left: float | None = None
+        self.rows: dict[int, int] = {}  # of the draft's pass
+        self.num_passes = self.num_tokens = 0
+        self.levels: list[str] = []
+        self.world.deliver = self._deliver
+        if draft:
+            self.world.join("a", max_model_len=200, max_num_tokens=16)
+
+    def _deliver(self) -> None:
+        draft = self.world.drafts.get("a")
+        for event in self.world.scheduler.draft_events():
+            draft.receive(event)  # which checks what it is told
+            if isinstance(event, DraftClose):
+                del self.sessions[event.session_id]
+                continue
+            session = self.sessions.setdefault(event.session_id, Session())
+            session.commit(list(draft.texts[event.session_id]), event.num_tokens)
+            self._propose_if_ready(event.session_id, session)
+
+    def _draft(self) -> None:
+        """Begin a pass over whatever is to be done."""
+        if self.pass_left is None:
+            self.rows = {i: session.num_rows for i, session in self.sessions.items() if session.num_rows}
+            if self.rows:
+                self.pass_left, self.num_passes = self.draft_pass_s(sum(self.rows.values())), self.num_passes + 1
+
+    def _drafted(self) -> None:
+        self.pass_left = None
+        for session_id, rows in self.rows.items():
+            session = self.sessions.get(session_id)
+            if session is None:
+                continue
+            text = [*session.text, *session.drafted]
+            session.num_known = min(session.num_known + rows, len(text))
+            if session.is_due and session.num_known == len(text):
+                right = self.toy.next_token(text)
+                is_wrong = self.toy.next_token([*text[-3:], 1]) < self.num_wrong
+                session.drafted.append((right + is_wrong) % self.toy.vocab_size)
+            self._propose_if_ready(session_id, session)
+
+    def _propose_if_ready(self, session_id: int, session: Session) -> None:
+        if not session.is_due or len(session.drafted) < session.num_tokens:
+            return
+        session.is_due = False
+        tokens, text = tuple(session.drafted[: session.num_tokens]), session.text
+        proposal = Proposal(next(self.numbers), len(text), hash_tokens(text), tokens)
+        self.world.scheduler.draft_proposed("a", session_id, proposal, self.world.now)
+
+    def _refill(self) -> None:
+        running = sum(name not in self.world.ends for name in self.world.requests)
+        for _ in range(self.num_streams - running):
+            number = next(self.numbers)
+            self.world.add(str(number), [number % 23, number // 23 % 23] + [7] * (PROMPT - 2), max_tokens=LENGTH)
+
+    def run(self, seconds: float) -> float:
+        """Tokens a second."""
+        world, began, before = self.world, self.world.now, self.num_tokens
+        while world.now < began + seconds:
+            self._refill()
+            if self.step_left is None and (plan := world.start()) is not None:
+                self.step_left = self.pass_s(plan.num_rows)
+                self.levels.append(world.scheduler.snapshot().speculation.level)
+            self._draft()
+            both = self.step_left is not None and self.pass_left is not None and not self.apart
+            speed = 0.5 if both else 1.0
+            ends = [left / speed for left in (self.step_left, self.pass_left) if left is not None]
+            if self.step_left is None:
+                wakeup = world.scheduler.next_wakeup(world.now)
+                assert wakeup is not None
+                ends.append(max(0.0, wakeup - world.now))
+            passed = min(ends)
+            world.now += passed
+            if self.pass_left is not None:
+                self.pass_left -= speed * passed
+                if self.pass_left <= 1e-9:
+                    self._drafted()
+            if self.step_left is not None:
+                self.step_left -= speed * passed
+                if self.step_left <= 1e-9:
+                    self.step_left = None
+                    self.num_tokens += sum(len(commit.tokens) for commit in world.finish())
+        world.scheduler.check_integrity()
+        return (self.num_tokens - before) / (world.now - began)
