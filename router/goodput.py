@@ -19,10 +19,10 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outrider.router.policy import MEMORY_ROUNDS, expected_tokens
+from outrider.router.policy import MEMORY_ROUNDS, PRIOR_ACCEPTED, PRIOR_REJECTED, expected_tokens
 
 MARGIN = 0.03  # by which a level must be better than the present one to take its place
-START_MARGIN = 0.2  # by which speculation is predicted to be better, where a load is new, to begin with it
+START_MARGIN = 0.3  # by which speculation is predicted to be better, where a load is new, to begin with it
 # A level is tried where it would be better if it were faster by so much than it was when measured last ...
 TRIED_WITHIN = 1.25
 # ... or, where it was not, than what steps with as few rows, or speculation with other numbers of tokens, let expect.
@@ -30,9 +30,10 @@ TRIED_WITHIN_PLAIN, TRIED_WITHIN_OTHER = 1.5, 1.1
 TRIAL_SAMPLES = 64  # rounds of single streams that a trial of speculation looks at ...
 FEWEST_ROUNDS, MOST_ROUNDS = 8, 24  # ... and steps
 TRIAL_SHARE = 0.01  # of the time that may be lost to trials of one level
-FIRST_PAUSE, CAUTIOUS_PAUSE = 64, 512  # rounds before a level is tried again; before what a prediction advises against
+FIRST_PAUSE, CAUTIOUS_PAUSE = 64, 1024  # rounds before a level is tried again; before what a prediction advises against
 MOST_DOUBLINGS = 5
-MAX_LOST_ROUNDS = 32  # a trial that lost so much is over
+MAX_LOST_ROUNDS = 24  # a trial that lost so much is over ...
+HOPELESS = 0.8  # ... and one that gave less than so much of what it would have to, half of its rounds being done
 SETTLED_PLAIN, SETTLED = 2, 16  # rounds after which a new level is measured, whether or not proposals came
 PATIENCE = 8  # rounds that a lower load must last before speculation goes on
 
@@ -132,6 +133,14 @@ class Seen:
     k: int
     rate: Rate
 
+    @property
+    def acceptance(self) -> float:
+        """Posterior mean, with what every request is credited with (``policy.py``): a lucky round is no proof."""
+        found = acceptance_of(self.k, self.rate.tokens_per_round)
+        num_accepted = self.rate.tokens - self.rate.stream_rounds
+        trials = num_accepted / found if found > 0.0 and num_accepted > 0.0 else self.rate.stream_rounds
+        return (found * trials + PRIOR_ACCEPTED) / (trials + PRIOR_ACCEPTED + PRIOR_REJECTED)
+
 
 def predicted_goodput(seen: Seen, num_streams: int, k: int, step_s: StepSeconds) -> float:
     """Goodput with ``k`` tokens at a load where nothing was measured.
@@ -141,8 +150,7 @@ def predicted_goodput(seen: Seen, num_streams: int, k: int, step_s: StepSeconds)
     """
     before_s, now_s = step_s(seen.num_streams * (seen.k + 1)), step_s(num_streams * (k + 1))
     others_s = max(0.0, seen.rate.round_s - before_s) * k / seen.k
-    acceptance = acceptance_of(seen.k, seen.rate.tokens_per_round)
-    return expected_tokens(k, acceptance) / (now_s + others_s * now_s / before_s)
+    return expected_tokens(k, seen.acceptance) / (now_s + others_s * now_s / before_s)
 
 
 def num_trial_rounds(level: Level, num_drafted: int) -> int:
@@ -150,6 +158,17 @@ def num_trial_rounds(level: Level, num_drafted: int) -> int:
     if level is Level.PLAIN:
         return FEWEST_ROUNDS
     return max(FEWEST_ROUNDS, min(MOST_ROUNDS, TRIAL_SAMPLES // max(1, num_drafted)))
+
+
+def verdict(rate: Rate, lost_rounds: float, against: float, num_rounds: int) -> bool | None:
+    """Whether a trial of ``num_rounds`` has shown a level to be better than one that gives ``against``; None: not yet.
+
+    ``lost_rounds``: time that it lost so far, in rounds of the other one.
+    """
+    if rate.num_rounds >= num_rounds:
+        return rate.goodput > (1.0 + MARGIN) * against
+    is_hopeless = 2 * rate.num_rounds >= num_rounds and rate.goodput < HOPELESS * against
+    return False if is_hopeless or lost_rounds > MAX_LOST_ROUNDS else None
 
 
 @dataclass(frozen=True)

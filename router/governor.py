@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from outrider.router.goodput import (
     CAUTIOUS_PAUSE,
     FIRST_PAUSE,
-    MARGIN,
-    MAX_LOST_ROUNDS,
     PATIENCE,
     SETTLED,
     SETTLED_PLAIN,
@@ -27,11 +25,11 @@ from outrider.router.goodput import (
     num_allowed,
     num_trial_rounds,
     predicted_goodput,
+    verdict,
 )
 from outrider.router.snapshots import SpeculationSnapshot
 
 FEW_STREAMS = 2  # up to so many, what half as many tokens spare is less than chance
-FEWEST_SEEN = 2  # rounds from which something is predicted
 
 
 @dataclass(eq=False)
@@ -130,10 +128,10 @@ class Governor:
             trial.lost_s += done.seconds - done.num_tokens / (done.load.num_streams * trial.against)
             if self._is_settled:
                 trial.rate = trial.rate.took(done.num_tokens, done.load.num_streams, done.seconds)
-            if trial.rate.num_rounds >= num_trial_rounds(level, load.num_drafted):
-                self._end_trial(trial.rate.goodput > (1.0 + MARGIN) * trial.against)
-            elif trial.lost_s > MAX_LOST_ROUNDS * trial.round_s:
-                self._end_trial(False)
+            num_rounds = num_trial_rounds(level, load.num_drafted)
+            has_won = verdict(trial.rate, trial.lost_s / trial.round_s, trial.against, num_rounds)
+            if has_won is not None:
+                self._end_trial(has_won)
 
     def snapshot(self) -> SpeculationSnapshot:
         load, place = self._load, self._places.get(self._load.size_class)
@@ -175,7 +173,7 @@ class Governor:
         place = _Place({level: Option() for level in levels}, Level.FULL)
         if step_s is not None:
             place.options[Level.PLAIN] = Option(predicted=1.0 / step_s(load.num_streams))
-            lower = {n: s for n, s in self._seen.items() if n < streams and s.rate.num_rounds >= FEWEST_SEEN}
+            lower = {size: seen for size, seen in self._seen.items() if size < streams}
             if lower:
                 _predict(place, lower[max(lower)], load.num_streams, k, step_s)
         options = self._options(place)

@@ -7,6 +7,7 @@ speed while both do. Every stream writes ``LENGTH`` tokens, and another takes it
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
@@ -162,3 +163,88 @@ class Machine:
                     self.num_tokens += sum(len(commit.tokens) for commit in world.finish())
         world.scheduler.check_integrity()
         return (self.num_tokens - before) / (world.now - began)
+
+
+def test_eight_streams_that_share_processors_are_about_as_fast_as_without_a_draft(toy) -> None:
+    plain = Machine(toy, PLAIN, 8).run(1200)
+    assert Machine(toy, STUBBORN, 8).run(300) < 0.85 * plain
+    company = Machine(toy, GIVES_WAY, 8)
+    assert company.run(1200) > 0.97 * plain
+    assert company.run(1200) > 0.97 * plain
+
+
+def test_while_plain_decoding_is_faster_drafts_rest_and_catch_up_later(toy) -> None:
+    company = Machine(toy, GIVES_WAY, 8)
+    company.run(600)
+    began, most, rests = company.num_passes, 0, 0
+    steps, level = len(company.levels), company.world.scheduler.snapshot().speculation
+    assert level.is_paused
+    while level.level == "plain" and len(company.levels) < steps + 100:
+        company.run(1.0)
+        level = company.world.scheduler.snapshot().speculation
+        rests, most = rests + 1, max(most, company.num_passes - began)
+    assert rests > 50
+    assert most <= 2  # that of new requests is not even told of
+    assert not company.world.scheduler._books.drafts.is_any_at_work
+    sessions = company.world.scheduler._books.drafts.drafts["a"].sessions.values()
+    assert all(session.request.level == 0 for session in sessions)
+
+
+def test_one_stream_keeps_its_gain(toy) -> None:
+    plain, stubborn, company = (Machine(toy, settings, 1).run(400) for settings in (PLAIN, STUBBORN, GIVES_WAY))
+    assert company == stubborn > 1.3 * plain
+
+
+def test_a_draft_elsewhere_and_rows_that_cost_nothing_keep_their_full_gain(toy) -> None:
+    costs = {"pass_s": flat_pass_s, "draft_pass_s": quick_draft_pass_s, "apart": True}
+    plain, stubborn, company = (Machine(toy, s, 8, **costs).run(200) for s in (PLAIN, STUBBORN, GIVES_WAY))
+    assert company > 0.97 * stubborn > 2.0 * plain
+
+
+def test_a_draft_elsewhere_beside_a_target_whose_rows_cost_gives_way_too(toy) -> None:
+    costs = {"draft_pass_s": quick_draft_pass_s, "apart": True, "pass_s": lambda rows: 0.2 + 0.1 * rows}
+    plain, stubborn, company = (Machine(toy, s, 8, **costs).run(500) for s in (PLAIN, STUBBORN, GIVES_WAY))
+    assert stubborn < 0.9 * plain
+    assert company > 0.96 * plain
+
+
+def test_texts_that_become_hard_or_easy_are_followed(toy) -> None:
+    """Where proposals are good eight streams gain by them, where they are bad they lose."""
+    costs = {"draft_pass_s": quick_draft_pass_s, "apart": True, "pass_s": lambda rows: 1.0 + 0.03 * rows}
+    plain = Machine(toy, PLAIN, 8, **costs).run(300)
+    company = Machine(toy, GIVES_WAY, 8, **costs)
+    company.num_wrong = 2
+    assert company.run(200) > 1.3 * plain
+    company.num_wrong = 20
+    company.run(150)
+    assert company.run(400) > 0.96 * plain
+    company.num_wrong = 2
+    company.run(1300)
+    assert company.run(200) > 1.3 * plain
+
+
+def test_requests_that_name_a_number_keep_it(toy) -> None:
+    company = Machine(toy, GIVES_WAY, 8)
+    company.run(400)
+    world = company.world
+    assert world.scheduler.snapshot().speculation.is_paused
+    for name in [name for name in world.requests if name not in world.ends]:
+        world.take(world.scheduler.abort(name, "no longer wanted", world.now))
+    for index in range(8):
+        world.add(f"own {index}", [index, 1, 2], max_tokens=100, num_speculative_tokens=3)
+    company.num_streams = 0
+    company.run(60)
+    stats = [request.stats for request in world.scheduler._books.requests]
+    assert len(stats) == 8
+    assert all(one.num_draft_tokens > 12 and one.num_accepted_tokens > 0 for one in stats)
+
+
+def test_lookup_gives_way_where_its_rows_cost_more_than_they_bring(toy) -> None:
+    """Texts of the toy repeat nothing, so that short matches are found and are wrong."""
+    settings = SchedulerSettings(num_speculative_tokens=8, lookup_lengths=(1, 2))
+    costs = {"draft": False, "pass_s": lambda rows: 1.0 + 0.05 * rows}
+    plain = Machine(toy, PLAIN, 8, **costs).run(400)
+    stubborn = Machine(toy, dataclasses.replace(settings, adapt_to_load=False), 8, **costs).run(400)
+    company = Machine(toy, settings, 8, **costs).run(800)
+    assert stubborn < 0.85 * plain
+    assert company > 0.97 * plain

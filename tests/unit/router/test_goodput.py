@@ -94,15 +94,24 @@ def test_a_prediction_for_what_was_measured_is_the_measure(
     streams: int, k: int, acceptance: float, others: float
 ) -> None:
     tokens, seconds = expected_tokens(k, acceptance), line(streams * (k + 1)) + others
-    seen = Seen(streams, k, Rate(tokens * streams, seconds * streams, streams, 1))
-    assert predicted_goodput(seen, streams, k, line) == pytest.approx(tokens / seconds, rel=1e-6)
+    many = 1e9 * streams  # rounds, beside which no prior counts
+    seen = Seen(streams, k, Rate(tokens * many, seconds * many, many, 10**9))
+    assert predicted_goodput(seen, streams, k, line) == pytest.approx(tokens / seconds, rel=1e-5)
     more = [predicted_goodput(seen, streams * factor, k, line) for factor in (1, 2, 4, 8)]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(more))
 
 
 def test_rows_that_cost_nothing_promise_the_same_to_many() -> None:
-    seen = Seen(1, K, Rate(3.0, 0.11, 1.0, 8))
-    assert predicted_goodput(seen, 64, K, lambda rows: 0.1) == pytest.approx(3.0 / 0.11)
+    seen = Seen(1, K, Rate(3e6, 0.11e6, 1e6, 10**6))
+    assert predicted_goodput(seen, 64, K, lambda rows: 0.1) == pytest.approx(3.0 / 0.11, rel=1e-3)
+
+
+def test_a_lucky_round_is_no_proof() -> None:
+    lucky, proven = Seen(1, K, Rate(5.0, 0.2, 1.0, 1)), Seen(1, K, Rate(500.0, 20.0, 100.0, 100))
+    assert lucky.acceptance == pytest.approx(6 / 7)
+    assert proven.acceptance > 0.99
+    assert Seen(1, K, Rate(100.0, 20.0, 100.0, 100)).acceptance < 0.05
+    assert Seen(1, K, Rate()).acceptance == pytest.approx(2 / 3)
 
 
 def options(plain: float | None, full: float | None, half: float | None = None) -> dict[Level, Option]:
