@@ -30,7 +30,7 @@ TRIED_WITHIN_PLAIN, TRIED_WITHIN_OTHER = 1.5, 1.1
 TRIAL_SAMPLES = 64  # rounds of single streams that a trial of speculation looks at ...
 FEWEST_ROUNDS, MOST_ROUNDS = 8, 24  # ... and steps
 TRIAL_SHARE = 0.01  # of the time that may be lost to trials of one level
-FIRST_PAUSE, CAUTIOUS_PAUSE = 64, 1024  # rounds before a level is tried again; before what a prediction advises against
+FIRST_PAUSE, CAUTIOUS_PAUSE = 64, 512  # rounds before a level is tried again; before what a prediction advises against
 MOST_DOUBLINGS = 5
 MAX_LOST_ROUNDS = 24  # a trial that lost so much is over ...
 HOPELESS = 0.8  # ... and one that gave less than so much of what it would have to, half of its rounds being done
@@ -93,9 +93,9 @@ class Rate:
     stream_rounds: float = 0.0
     num_rounds: int = 0
 
-    def took(self, tokens: int, num_streams: int, seconds: float) -> Rate:
-        """The rate after one more round of so many streams."""
-        kept = 1.0 - 1.0 / MEMORY_ROUNDS
+    def took(self, tokens: int, num_streams: int, seconds: float, memory: int = MEMORY_ROUNDS) -> Rate:
+        """The rate after one more round of so many streams; after ``memory`` others it has lost most of its weight."""
+        kept = 1.0 - 1.0 / memory
         return Rate(
             self.tokens * kept + tokens,
             self.seconds * kept + num_streams * seconds,
@@ -137,8 +137,8 @@ class Seen:
     def acceptance(self) -> float:
         """Posterior mean, with what every request is credited with (``policy.py``): a lucky round is no proof."""
         found = acceptance_of(self.k, self.rate.tokens_per_round)
-        num_accepted = self.rate.tokens - self.rate.stream_rounds
-        trials = num_accepted / found if found > 0.0 and num_accepted > 0.0 else self.rate.stream_rounds
+        num_rejected = self.rate.stream_rounds * (1.0 - found**self.k)
+        trials = max(0.0, self.rate.tokens - self.rate.stream_rounds) + num_rejected
         return (found * trials + PRIOR_ACCEPTED) / (trials + PRIOR_ACCEPTED + PRIOR_REJECTED)
 
 

@@ -12,7 +12,6 @@ from outrider.router.goodput import (
     PATIENCE,
     SETTLED,
     SETTLED_PLAIN,
-    TRIAL_SHARE,
     Level,
     Load,
     Option,
@@ -164,7 +163,8 @@ class Governor:
         place = self._places.get(load.size_class)
         if place is not None:
             option = place.options[level]
-            place.options[level] = replace(option, rate=option.rate.took(*took))
+            memory = 2 * num_trial_rounds(level, load.num_drafted)  # so that it is fit to be compared with a trial
+            place.options[level] = replace(option, rate=option.rate.took(*took, memory))
 
     def _new_place(self, load: Load, k: int, step_s: StepSeconds | None) -> _Place:
         """A load that was never met: what is known of others says where to begin."""
@@ -229,10 +229,14 @@ class Governor:
             self._plain[self._load.size_class[0]] = trial.rate
         if has_won:
             place.options = {level: replace(o, num_failures=0) for level, o in place.options.items()}
-            # Drafts must catch up with what was written without them, before their speed can be seen again.
-            lost_s = TRIAL_SHARE * CAUTIOUS_PAUSE * trial.round_s if trial.level is Level.PLAIN else 0.0
-            place.options[place.chosen] = place.options[place.chosen].waits(lost_s, trial.round_s, failed=False)
+            place.options[place.chosen] = place.options[place.chosen].waits(0.0, trial.round_s, failed=False)
             place.chosen = trial.level
+            if trial.level is Level.PLAIN:
+                # Drafts must catch up with what was written without them, before their speed can be seen again.
+                pause_s = CAUTIOUS_PAUSE * trial.rate.round_s
+                for level, option in place.options.items():
+                    if option.goodput is not None and option.goodput < trial.rate.goodput:
+                        place.options[level] = replace(option, pause_s=max(option.pause_s, pause_s))
         else:
             option = place.options[trial.level]
             place.options[trial.level] = option.waits(max(0.0, trial.lost_s), trial.round_s, failed=has_won is False)

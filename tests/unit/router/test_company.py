@@ -216,10 +216,10 @@ def test_texts_that_become_hard_or_easy_are_followed(toy) -> None:
     company.num_wrong = 2
     assert company.run(200) > 1.3 * plain
     company.num_wrong = 20
-    company.run(150)
-    assert company.run(400) > 0.96 * plain
+    company.run(250)
+    assert company.run(400) > 0.97 * plain
     company.num_wrong = 2
-    company.run(1300)
+    company.run(900)
     assert company.run(200) > 1.3 * plain
 
 
