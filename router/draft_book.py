@@ -145,15 +145,18 @@ class DraftBook:
                 if draft.facts.draft_id not in request.excluded_drafts and draft.facts.max_model_len > len(request.text)
             ]
             if able:
-                self._open(request, min(able, key=lambda draft: len(draft.sessions)))
+                self._open(request, min(able, key=lambda draft: len(draft.sessions)), now)
 
-    def _open(self, request: Request, draft: Draft) -> None:
+    def _open(self, request: Request, draft: Draft, now: float) -> None:
         session = DraftSession(
             self._next_session_id, draft.facts.draft_id, request, latency=draft.latency, num_told=len(request.text)
         )
         self._next_session_id += 1
         draft.sessions[session.session_id] = session
         request.session = session
+        num_tokens = self._num_tokens(session, draft.facts, session.lag_tokens)
+        if num_tokens and request.num_missing == 1:  # nothing will be told before this proposal is due
+            session.expected_since = session.told[len(request.text)] = now
         self._outbox.append(
             DraftOpen(
                 draft_id=session.draft_id,
@@ -163,7 +166,7 @@ class DraftBook:
                 tokens=tuple(request.text.tokens),
                 prefix_hash=request.text.hashes[-1],
                 sampling=request.new.sampling,
-                num_tokens=self._num_tokens(session, draft.facts, session.lag_tokens),
+                num_tokens=num_tokens,
                 traceparent=request.trace.traceparent if request.trace is not None else "",
             )
         )

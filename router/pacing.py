@@ -25,7 +25,15 @@ from outrider.router.policy import (
     tokens_without_waiting,
 )
 from outrider.router.requests import Request
-from outrider.router.step_cost import StepCosts, most_prompt_rows, observed, seconds_of, seconds_within, typical
+from outrider.router.step_cost import (
+    CostsApart,
+    StepCosts,
+    most_prompt_rows,
+    observed,
+    seconds_of,
+    seconds_within,
+    typical,
+)
 from outrider.router.step_rows import Rows
 
 
@@ -53,6 +61,7 @@ class Pacer:
         self.pace = Pace()
         self.ready_since = 0.0
         self._costs = StepCosts()
+        self._apart = CostsApart()
 
     def step_took(self, parts: Collection[Rows], seconds: float, *, beside_drafts: bool) -> None:
         """Learn from a step that ran."""
@@ -63,6 +72,12 @@ class Pacer:
             self.pace = self.pace.took(seconds, beside=beside_drafts)
         num_rows, has_prompt = sum(len(part.plan.tokens) for part in parts), any(p.num_text_rows > 1 for p in parts)
         self._costs = observed(self._costs, num_rows, seconds, has_prompt=has_prompt)
+        self._apart = self._apart.took(num_rows, seconds, has_prompt=has_prompt, beside=beside_drafts)
+
+    @property
+    def are_drafts_to_wait(self) -> bool:
+        """Whether drafts had better begin with a prompt when the target is done with it."""
+        return self._apart.is_slowed if self._apart.slowdown is not None else self._apart.is_alone_unknown
 
     def expected_s(self, parts: Collection[Rows]) -> float | None:
         """How long a step with these rows takes; None where nothing like it is known."""
@@ -74,6 +89,11 @@ class Pacer:
     def group_changed(self) -> None:
         """What was learned of the rows of steps is not true of another group."""
         self._costs = StepCosts()
+        self._apart = CostsApart()
+
+    def drafts_changed(self) -> None:
+        """Other drafts may be elsewhere."""
+        self._apart = CostsApart()
 
     def step_seconds(self) -> StepSeconds | None:
         """How long steps take by their rows; None where none is known."""

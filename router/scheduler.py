@@ -170,6 +170,7 @@ class Scheduler:
     def draft_joined(self, draft: DraftFacts, now: float) -> None:
         """A draft worker with the group's tokenizer can be used. Joining under a known id replaces the old one."""
         self._drafts.join(draft, now)
+        self._pacer.drafts_changed()
         forget_goodput(self._books)
         for request in self._requests:
             request.excluded_drafts.discard(draft.draft_id)

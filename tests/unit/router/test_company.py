@@ -11,9 +11,11 @@ import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
+import pytest
+
 from outrider.core.prefix import hash_tokens
 from outrider.core.proposal import Proposal
-from outrider.router.drafts import DraftClose
+from outrider.router.drafts import DraftClose, DraftOpen
 from outrider.router.settings import SchedulerSettings
 
 PROMPT, LENGTH = 12, 48
@@ -71,9 +73,18 @@ class Machine:
     """One target, and one draft for all streams unless there is none."""
 
     def __init__(
-        self, toy, settings, num_streams, *, pass_s=pass_s, draft_pass_s=draft_pass_s, apart=False, draft=True
+        self,
+        toy,
+        settings,
+        num_streams,
+        *,
+        pass_s=pass_s,
+        draft_pass_s=draft_pass_s,
+        apart=False,
+        draft=True,
+        prompt=PROMPT,
     ):
-        self.toy, self.pass_s, self.draft_pass_s, self.apart = toy, pass_s, draft_pass_s, apart
+        self.toy, self.pass_s, self.draft_pass_s, self.apart, self.prompt = toy, pass_s, draft_pass_s, apart, prompt
         info = toy.group_info(num_blocks=2000, block_size=16, max_model_len=200, max_num_batched_tokens=256)
         self.world = toy.World(info, settings)
         self.num_streams, self.numbers = num_streams, itertools.count()
@@ -84,6 +95,9 @@ class Machine:
         self.rows: dict[int, int] = {}  # of the draft's pass
         self.num_passes = self.num_tokens = 0
         self.levels: list[str] = []
+        self.begun: dict[str, float] = {}
+        self.first_tokens: list[float] = []  # seconds that they took
+        self.opened: list[float] = []  # seconds after its arrival that a draft was told of a request
         self.world.deliver = self._deliver
         if draft:
             self.world.join("a", max_model_len=200, max_num_tokens=16)
@@ -95,6 +109,8 @@ class Machine:
             if isinstance(event, DraftClose):
                 del self.sessions[event.session_id]
                 continue
+            if isinstance(event, DraftOpen):
+                self.opened.append(self.world.now - self.begun[event.request_id])
             session = self.sessions.setdefault(event.session_id, Session())
             session.commit(list(draft.texts[event.session_id]), event.num_tokens)
             self._propose_if_ready(event.session_id, session)
@@ -132,7 +148,9 @@ class Machine:
         running = sum(name not in self.world.ends for name in self.world.requests)
         for _ in range(self.num_streams - running):
             number = next(self.numbers)
-            self.world.add(str(number), [number % 23, number // 23 % 23] + [7] * (PROMPT - 2), max_tokens=LENGTH)
+            self.begun[str(number)] = self.world.now
+            prompt = [number % 23, number // 23 % 23] + [7] * (self.prompt - 2)
+            self.world.add(str(number), prompt, max_tokens=LENGTH)
 
     def run(self, seconds: float) -> float:
         """Tokens a second."""
@@ -160,7 +178,10 @@ class Machine:
                 self.step_left -= speed * passed
                 if self.step_left <= 1e-9:
                     self.step_left = None
-                    self.num_tokens += sum(len(commit.tokens) for commit in world.finish())
+                    committed = world.finish()
+                    self.num_tokens += sum(len(commit.tokens) for commit in committed)
+                    first = [commit for commit in committed if commit.position == self.prompt]
+                    self.first_tokens += [world.now - self.begun[commit.request_id] for commit in first]
         world.scheduler.check_integrity()
         return (self.num_tokens - before) / (world.now - began)
 
@@ -231,6 +252,7 @@ def test_requests_that_name_a_number_keep_it(toy) -> None:
     for name in [name for name in world.requests if name not in world.ends]:
         world.take(world.scheduler.abort(name, "no longer wanted", world.now))
     for index in range(8):
+        company.begun[f"own {index}"] = world.now
         world.add(f"own {index}", [index, 1, 2], max_tokens=100, num_speculative_tokens=3)
     company.num_streams = 0
     company.run(60)
@@ -248,3 +270,25 @@ def test_lookup_gives_way_where_its_rows_cost_more_than_they_bring(toy) -> None:
     company = Machine(toy, settings, 8, **costs).run(800)
     assert stubborn < 0.85 * plain
     assert company > 0.97 * plain
+
+
+LONG = 90
+
+
+def test_the_first_token_does_not_wait_for_a_draft_on_the_same_processors(toy) -> None:
+    """Draft and target take in the same prompt: at once each would be slowed by the other."""
+    plain, company = Machine(toy, PLAIN, 1, prompt=LONG), Machine(toy, GIVES_WAY, 1, prompt=LONG)
+    gain = company.run(400) / plain.run(400)
+    together, then = company.first_tokens[0], company.first_tokens[2:]  # two tell that steps are slowed
+    assert together > 1.2 * plain.first_tokens[0]
+    assert len(then) > 5
+    assert max(then) == pytest.approx(plain.first_tokens[0])
+    assert min(company.opened[2:]) == pytest.approx(plain.first_tokens[0])
+    assert gain > 1.15
+
+
+def test_a_draft_elsewhere_takes_in_the_prompt_at_once(toy) -> None:
+    company = Machine(toy, GIVES_WAY, 1, prompt=LONG, apart=True)
+    company.run(300)
+    assert len(company.opened) > 5
+    assert max(company.opened) == 0.0
