@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outrider.core.histogram import STEP_S, Histogram
+from outrider.router.draft_latency import Latencies
 from outrider.router.drafts import DraftClose, DraftCommit, DraftEvent, DraftFacts, DraftOpen, EvictionReason
 from outrider.router.policy import Pace, averaged, give_up_after, num_tokens_to_ask
 from outrider.router.requests import Request
@@ -72,9 +73,22 @@ class Draft:
 
     facts: DraftFacts
     sessions: dict[int, DraftSession] = field(default_factory=dict)
-    latency: Pace = field(default_factory=Pace)
+    latencies: Latencies = field(default_factory=Latencies)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+    @property
+    def latency(self) -> Pace:
+        """What a proposal is expected to take now."""
+        return self.latencies.expected(len(self.sessions))
+
+    def drop(self, session_id: int) -> None:
+        """A session is over. Where that leaves notably fewer, the others need not learn how long proposals take."""
+        before = self.latency
+        del self.sessions[session_id]
+        if (now := self.latency) != before:
+            for session in self.sessions.values():
+                session.latency = now
 
 
 class DraftBook:
@@ -99,7 +113,7 @@ class DraftBook:
                 draft_id=draft.facts.draft_id,
                 drafter=draft.facts.drafter,
                 num_sessions=len(draft.sessions),
-                proposal_ms=1000.0 * (draft.latency.slowest_s or 0.0),
+                proposal_ms=1000.0 * (draft.latencies.last.slowest_s or 0.0),
                 num_draft_tokens=draft.num_draft_tokens,
                 num_accepted_tokens=draft.num_accepted_tokens,
             )
@@ -229,14 +243,14 @@ class DraftBook:
         if session is None:
             return
         request.session = None
-        del self.drafts[session.draft_id].sessions[session.session_id]
+        self.drafts[session.draft_id].drop(session.session_id)
         self._outbox.append(DraftClose(session.draft_id, session.session_id, request.new.generation))
 
     def evicted(self, session: DraftSession, reason: EvictionReason, now: float) -> None:
         """The draft dropped the session; another may be opened after a while, but not where the text does not fit."""
         request = session.request
         request.session = None
-        del self.drafts[session.draft_id].sessions[session.session_id]
+        self.drafts[session.draft_id].drop(session.session_id)
         if reason is EvictionReason.CONTEXT_FULL:
             request.excluded_drafts.add(session.draft_id)
             return
@@ -262,7 +276,7 @@ class DraftBook:
             beside = last_step > told_at
             in_vain = beside and session.is_waited_for
             session.latency = session.latency.took(latency_s, beside=beside, in_vain=in_vain)
-            draft.latency = draft.latency.took(latency_s, beside=beside)
+            draft.latencies.took(len(draft.sessions), latency_s, beside=beside)
         if not session.told:
             session.expected_since = None
         session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)

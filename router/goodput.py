@@ -40,6 +40,19 @@ PATIENCE = 8  # rounds that a lower load must last before speculation goes on
 StepSeconds = Callable[[float], float]  # rows of a step -> its time
 
 
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known of steps.
+
+    Attributes:
+        seconds: how long they take; None where none was seen.
+        are_slowed: whether they take longer beside drafts at work.
+    """
+
+    seconds: StepSeconds | None = None
+    are_slowed: bool = False
+
+
 class Level(enum.IntEnum):
     PLAIN = 0
     HALF = 1
@@ -214,11 +227,19 @@ def may_be_tried(level: Level, option: Option, chosen: Level, goodput: float, nu
     return known * within >= goodput
 
 
-def first_choice(options: Mapping[Level, Option]) -> Level:
-    """Where to begin at a load that is new: with speculation, unless that is known not to be much better."""
+def start_margin(num_classes: int, *, are_slowed: bool) -> float:
+    """By which speculation must be predicted to be better, from what was seen at a load so many classes lower.
+
+    What a draft on the target's processors takes from it grows with the streams, nobody knows how much.
+    """
+    return START_MARGIN * (num_classes if are_slowed else 1)
+
+
+def first_choice(options: Mapping[Level, Option], margin: float = START_MARGIN) -> Level:
+    """Where to begin at a load that is new: with speculation, unless that is known not to be better by a margin."""
     plain = options[Level.PLAIN].goodput
     known = {level: option.goodput for level, option in options.items() if level is not Level.PLAIN}
     if plain is None or any(goodput is None for goodput in known.values()):
         return Level.FULL
     best = max(known, key=lambda level: (known[level] or 0.0, level))
-    return best if (known[best] or 0.0) >= (1.0 + START_MARGIN) * plain else Level.PLAIN
+    return best if (known[best] or 0.0) >= (1.0 + margin) * plain else Level.PLAIN

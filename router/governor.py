@@ -18,12 +18,14 @@ from outrider.router.goodput import (
     Rate,
     Round,
     Seen,
+    StepFacts,
     StepSeconds,
     first_choice,
     may_be_tried,
     num_allowed,
     num_trial_rounds,
     predicted_goodput,
+    start_margin,
     verdict,
 )
 from outrider.router.snapshots import SpeculationSnapshot
@@ -75,12 +77,12 @@ class Governor:
         """What was there at the last decision."""
         return self._load
 
-    def decide(self, load: Load, k: int, steps: Callable[[], StepSeconds | None]) -> Level:
+    def decide(self, load: Load, k: int, steps: Callable[[], StepFacts]) -> Level:
         """What holds from now on: call it when a step is over, and before one is planned.
 
         Args:
             k: tokens that requests ask for which name no number of their own.
-            steps: gives how long steps take by their rows; None where no step is known.
+            steps: gives what is known of steps.
         """
         if load.size_class != self._load.size_class:
             self._end_trial(None)
@@ -166,18 +168,19 @@ class Governor:
             memory = 2 * num_trial_rounds(level, load.num_drafted)  # so that it is fit to be compared with a trial
             place.options[level] = replace(option, rate=option.rate.took(*took, memory))
 
-    def _new_place(self, load: Load, k: int, step_s: StepSeconds | None) -> _Place:
+    def _new_place(self, load: Load, k: int, steps: StepFacts) -> _Place:
         """A load that was never met: what is known of others says where to begin."""
         streams, _ = load.size_class
         levels = [Level.PLAIN, Level.FULL, *([Level.HALF] if load.num_streams > FEW_STREAMS and k > 1 else [])]
         place = _Place({level: Option() for level in levels}, Level.FULL)
-        if step_s is not None:
-            place.options[Level.PLAIN] = Option(predicted=1.0 / step_s(load.num_streams))
-            lower = {size: seen for size, seen in self._seen.items() if size < streams}
+        lower = {size: seen for size, seen in self._seen.items() if size < streams}
+        nearest = max(lower, default=streams)
+        if steps.seconds is not None:
+            place.options[Level.PLAIN] = Option(predicted=1.0 / steps.seconds(load.num_streams))
             if lower:
-                _predict(place, lower[max(lower)], load.num_streams, k, step_s)
+                _predict(place, lower[nearest], load.num_streams, k, steps.seconds)
         options = self._options(place)
-        place.chosen = first_choice(options)
+        place.chosen = first_choice(options, start_margin(streams - nearest, are_slowed=steps.are_slowed))
         if place.chosen is Level.PLAIN:
             pause_s = CAUTIOUS_PAUSE / (options[Level.PLAIN].goodput or 1.0)
             place.options = {level: replace(option, pause_s=pause_s) for level, option in place.options.items()}
@@ -188,13 +191,13 @@ class Governor:
         plain = self._plain.get(self._load.size_class[0], Rate())
         return {**place.options, Level.PLAIN: replace(place.options[Level.PLAIN], rate=plain)}
 
-    def _next_trial(self, place: _Place, steps: Callable[[], StepSeconds | None]) -> _Trial | None:
+    def _next_trial(self, place: _Place, steps: Callable[[], StepFacts]) -> _Trial | None:
         """The most promising level of those that may be tried, once enough is known of the chosen one."""
         load, chosen = self._load, place.chosen
         rate = self._options(place)[chosen].rate
         if not self._is_settled or self._num_rounds < num_trial_rounds(chosen, load.num_drafted) or rate.goodput <= 0.0:
             return None
-        step_s = steps() if chosen is not Level.PLAIN else None
+        step_s = steps().seconds if chosen is not Level.PLAIN else None
         if step_s is not None:
             seen = Seen(load.num_streams, num_allowed(self._k, chosen), rate)
             _predict(place, seen, load.num_streams, self._k, step_s)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from outrider.core.sampling import Verifier
 from outrider.router.draft_book import DraftBook
-from outrider.router.goodput import StepSeconds
+from outrider.router.goodput import StepFacts
 from outrider.router.hearing import acceptance, settled
 from outrider.router.policy import (
     HOLD_FRACTION,
@@ -95,10 +95,11 @@ class Pacer:
         """Other drafts may be elsewhere."""
         self._apart = CostsApart()
 
-    def step_seconds(self) -> StepSeconds | None:
-        """How long steps take by their rows; None where none is known."""
+    def step_facts(self) -> StepFacts:
+        """How long steps take by their rows."""
         line = typical(self._costs)
-        return (lambda rows: seconds_within(line, rows)) if line and line[0][1] > 0.0 else None
+        seconds = (lambda rows: seconds_within(line, rows)) if line and line[0][1] > 0.0 else None
+        return StepFacts(seconds, self._apart.is_slowed)
 
     def most_prompt_rows(self, num_decoding: int, max_slowdown: float) -> int:
         """Rows of prompts beside ``num_decoding`` others, where a step may take ``max_slowdown`` times as long."""

@@ -131,8 +131,8 @@ class CostsApart:
 
     @property
     def is_alone_unknown(self) -> bool:
-        """Whether prompts were entered beside drafts only."""
-        return bool(self.beside.mixed) and not self.alone.mixed
+        """Whether prompts were entered beside drafts only, and not so often that there is no other way."""
+        return 0 < len(self.beside.mixed) < MIXED_KEPT and not self.alone.mixed
 
 
 def _seconds_like(costs: StepCosts, num_rows: int) -> float | None:

@@ -14,7 +14,7 @@ def weigh(books: Books) -> None:
     if not books.settings.adapt_to_load:
         return
     k = books.settings.num_speculative_tokens
-    _apply(books, books.governor.decide(present_load(books), k, books.pacer.step_seconds))
+    _apply(books, books.governor.decide(present_load(books), k, books.pacer.step_facts))
 
 
 def learn_goodput(books: Books, step: Step, result: StepResult, seconds: float) -> None:

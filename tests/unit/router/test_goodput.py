@@ -27,6 +27,7 @@ from outrider.router.goodput import (
     Rate,
     Round,
     Seen,
+    StepFacts,
     acceptance_of,
     first_choice,
     may_be_tried,
@@ -34,6 +35,7 @@ from outrider.router.goodput import (
     num_trial_rounds,
     predicted_goodput,
     size_class,
+    start_margin,
 )
 from outrider.router.governor import Governor
 from outrider.router.policy import expected_tokens
@@ -89,6 +91,10 @@ def line(rows: float) -> float:
     return 0.1 + 0.004 * max(0.0, rows - 16)
 
 
+def flat(rows: float) -> float:
+    return 0.1
+
+
 @given(st.integers(1, 40), st.integers(1, 16), st.floats(0.0, 0.9), st.floats(0.0, 0.5))
 def test_a_prediction_for_what_was_measured_is_the_measure(
     streams: int, k: int, acceptance: float, others: float
@@ -128,6 +134,18 @@ def test_a_load_that_is_new_begins_with_speculation_unless_that_is_known_to_gain
     assert first_choice(options(1.0, enough - 0.01)) is Level.PLAIN
     assert first_choice(options(1.0, 0.9, half=enough)) is Level.HALF
     assert first_choice(options(1.0, enough, half=enough)) is Level.FULL
+
+
+def test_the_more_streams_share_processors_with_a_draft_the_more_must_be_promised() -> None:
+    assert [start_margin(classes, are_slowed=False) for classes in (1, 2, 3)] == [START_MARGIN] * 3
+    assert [start_margin(classes, are_slowed=True) for classes in (1, 2)] == [START_MARGIN, 2 * START_MARGIN]
+    assert first_choice(options(1.0, 1.5), 0.6) is Level.PLAIN
+    for are_slowed in (False, True):
+        group = Group(lambda level, streams: 0.1 + 0.02 * num_allowed(K, level), step_s=flat, are_slowed=are_slowed)
+        group.run(1, 30)
+        group.idle()
+        group.run(8, 1)
+        assert group.governor.level is (Level.PLAIN if are_slowed else Level.FULL)
 
 
 def test_what_may_be_tried() -> None:
@@ -171,6 +189,7 @@ class Group:
     Attributes:
         costs: level and streams -> seconds of a round.
         step_s: rows -> seconds of a step.
+        are_slowed: whether it is known that drafts slow the target.
         acceptance: of a token.
         catch_up: rounds without proposals, twice as long, after speculation begins.
     """
@@ -181,6 +200,7 @@ class Group:
     catch_up: int = 2
     seed: int = 0
     step_s: Callable[[float], float] = line
+    are_slowed: bool = False
     governor: Governor = field(default_factory=Governor)
     rounds: list[tuple[Level, int, float]] = field(default_factory=list)  # level, tokens, seconds
     behind: int = 0
@@ -193,7 +213,7 @@ class Group:
         first = len(self.rounds)
         for _ in range(count):
             before = self.governor.level
-            level = self.governor.decide(Load(streams, streams), K, lambda: self.step_s)
+            level = self.governor.decide(Load(streams, streams), K, lambda: StepFacts(self.step_s, self.are_slowed))
             if before is Level.PLAIN and level is not Level.PLAIN:
                 self.behind = self.catch_up
             k = num_allowed(K, level) if not self.behind else 0
@@ -212,7 +232,7 @@ class Group:
         return accepted + 1
 
     def idle(self) -> None:
-        self.governor.decide(Load(), K, lambda: self.step_s)
+        self.governor.decide(Load(), K, lambda: StepFacts(self.step_s, self.are_slowed))
 
     @property
     def num_switches(self) -> int:
@@ -279,7 +299,7 @@ def test_what_one_stream_gave_says_where_many_begin() -> None:
     assert group.share(Level.PLAIN, CAUTIOUS_PAUSE - 10) == 1.0
     group.run(8, 100)
     assert group.share(Level.PLAIN, 100) < 1.0
-    other = Group(apart, step_s=lambda rows: 0.1)
+    other = Group(apart, step_s=flat)
     other.run(1, 10)
     other.idle()
     other.run(8, 200)
@@ -344,11 +364,11 @@ def test_loads_that_change_all_the_time_do_not_make_it_flap() -> None:
 
 def test_requests_that_cannot_speculate_tell_what_plain_decoding_gives() -> None:
     governor = Governor()
-    governor.decide(Load(8, 0), K, lambda: line)
+    governor.decide(Load(8, 0), K, lambda: StepFacts(line))
     assert governor.level is Level.FULL
     for _ in range(FEWEST_ROUNDS):
         governor.took(Round(Load(8, 0), Level.FULL, 0, 8, 0.1))
-    governor.decide(Load(8, 8), K, lambda: line)
+    governor.decide(Load(8, 8), K, lambda: StepFacts(line))
     assert governor.snapshot().goodput["plain"] == pytest.approx(10.0)
 
 
@@ -366,8 +386,8 @@ def test_why_is_told() -> None:
 
 def test_rounds_of_another_level_or_load_teach_nothing() -> None:
     governor = Governor()
-    governor.decide(Load(8, 8), K, lambda: line)
+    governor.decide(Load(8, 8), K, lambda: StepFacts(line))
     for done in (Round(Load(4, 4), Level.FULL, 4, 4, 1.0), Round(Load(8, 8), Level.HALF, 8, 8, 1.0)):
         for _ in range(100):
             governor.took(done)
-            assert governor.decide(Load(8, 8), K, lambda: line) is Level.FULL
+            assert governor.decide(Load(8, 8), K, lambda: StepFacts(line)) is Level.FULL
