@@ -5,7 +5,8 @@ may verify: none, half of them or all; *goodput* is committed tokens per second 
 streams which are about the same can be compared. Times are seconds.
 
 Goodput is measured round by round, in rounds without rows of prompts, from one commit to the next: with what a round
-was held back for, and with what it lost to drafts on the same processors. What was not measured at some load is
+was held back for, and with what it lost to drafts on the same processors. Of rounds with rows of prompts counts by how
+much they took longer than such steps do while no draft is at work. What was not measured at some load is
 predicted from speculation at another one and from what steps with so many rows cost; and tried. A trial of another
 level lasts a few rounds and decides; one that fails is repeated after a pause in which its loss becomes ``TRIAL_SHARE``
 of the time, and twice as long each time.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.router.policy import MEMORY_ROUNDS, PRIOR_ACCEPTED, PRIOR_REJECTED, expected_tokens
 
@@ -115,6 +116,10 @@ class Rate:
             self.stream_rounds * kept + num_streams,
             self.num_rounds + 1,
         )
+
+    def delayed(self, num_streams: int, seconds: float) -> Rate:
+        """The rate where so many streams lost some time that is no round's; negative: won."""
+        return replace(self, seconds=max(0.5 * self.seconds, self.seconds + num_streams * seconds))
 
     @property
     def goodput(self) -> float:

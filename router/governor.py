@@ -134,6 +134,24 @@ class Governor:
             if has_won is not None:
                 self._end_trial(has_won)
 
+    def delayed(self, load: Load, level: Level, num_streams: int, seconds: float) -> None:
+        """A round with rows of prompts took so much longer for those that decoded than it would have without drafts."""
+        place, trial = self._places.get(load.size_class), self._trial
+        if load.size_class != self._load.size_class or place is None or level is not self.level:
+            return
+        if trial is not None:
+            trial.lost_s += seconds
+        if not self._is_settled:
+            return
+        if trial is not None:
+            trial.rate = trial.rate.delayed(num_streams, seconds)
+        if level is Level.PLAIN:
+            streams = load.size_class[0]
+            self._plain[streams] = self._plain.get(streams, Rate()).delayed(num_streams, seconds)
+        else:
+            option = place.options[level]
+            place.options[level] = replace(option, rate=option.rate.delayed(num_streams, seconds))
+
     def snapshot(self) -> SpeculationSnapshot:
         load, place = self._load, self._places.get(self._load.size_class)
         options = self._options(place) if place is not None else {}

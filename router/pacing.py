@@ -30,6 +30,7 @@ from outrider.router.step_cost import (
     StepCosts,
     most_prompt_rows,
     observed,
+    seconds_like,
     seconds_of,
     seconds_within,
     typical,
@@ -78,6 +79,10 @@ class Pacer:
     def are_drafts_to_wait(self) -> bool:
         """Whether drafts had better begin with a prompt when the target is done with it."""
         return self._apart.is_slowed if self._apart.slowdown is not None else self._apart.is_alone_unknown
+
+    def alone_s(self, parts: Collection[Rows]) -> float | None:
+        """How long a step with about so many rows takes while no draft is at work, where that is known."""
+        return seconds_like(self._apart.alone, sum(len(part.plan.tokens) for part in parts))
 
     def expected_s(self, parts: Collection[Rows]) -> float | None:
         """How long a step with these rows takes; None where nothing like it is known."""

@@ -117,7 +117,7 @@ class CostsApart:
 
     def took(self, num_rows: int, seconds: float, *, has_prompt: bool, beside: bool) -> CostsApart:
         """After one more step."""
-        other_s = _seconds_like(self.alone if beside else self.beside, num_rows)
+        other_s = seconds_like(self.alone if beside else self.beside, num_rows)
         slowdown = self.slowdown
         if other_s and seconds > 0.0:
             slowdown = averaged(slowdown, seconds / other_s if beside else other_s / seconds)
@@ -135,7 +135,7 @@ class CostsApart:
         return 0 < len(self.beside.mixed) < MIXED_KEPT and not self.alone.mixed
 
 
-def _seconds_like(costs: StepCosts, num_rows: int) -> float | None:
+def seconds_like(costs: StepCosts, num_rows: int) -> float | None:
     """Time of a step of about so many rows, up to half or twice as many; None where none is known."""
     line = typical(costs)
     if not any(num_rows <= 2 * rows and rows <= 2 * num_rows for rows, _ in line):

@@ -25,6 +25,10 @@ def learn_goodput(books: Books, step: Step, result: StepResult, seconds: float) 
     is_forced = any(part.request.num_speculative_tokens and not part.request.is_governed for part in parts)
     if not is_decoding or is_forced or step.dropped or num_streams != load.num_streams:
         books.governor.took(None)
+        alone_s = books.pacer.alone_s(parts) if not is_forced and not is_decoding else None
+        num_decoding = sum(part.num_text_rows == 1 for part in parts)
+        if alone_s is not None and num_decoding:
+            books.governor.delayed(load, step.level, num_decoding, seconds - alone_s)
         return
     num_proposals = sum(part.proposal is not None for part in parts)
     num_tokens = sum(len(outcome.committed) for outcome in result.sequences)
