@@ -292,3 +292,30 @@ def test_a_draft_elsewhere_takes_in_the_prompt_at_once(toy) -> None:
     company.run(300)
     assert len(company.opened) > 5
     assert max(company.opened) == 0.0
+
+
+def together(company: Machine, name: str, count: int, max_tokens: int, **changes) -> float:
+    """Tokens a second of so many requests that come at once."""
+    world = company.world
+    began = world.now
+    for index in range(count):
+        request_id = f"{name} {index}"
+        company.begun[request_id] = began
+        prompt = [index, len(name), 2] + [7] * (company.prompt - 3)  # nothing of it is found in the cache
+        world.add(request_id, prompt, max_tokens=max_tokens, **changes)
+    while len(world.ends) < len(world.requests):
+        company.run(0.1)
+    return count * max_tokens / (world.now - began)
+
+
+def test_a_server_that_has_served_single_streams_meets_eight(toy) -> None:
+    """That drafts share its processors is known by then, so they do not take in eight prompts to no avail."""
+    company = Machine(toy, GIVES_WAY, 0, prompt=40)
+    alone = together(company, "not drafted", 1, 24, num_speculative_tokens=0)
+    for name in ("one", "once more"):
+        together(company, name, 1, 24)
+    plain = together(company, "plain", 8, 96, num_speculative_tokens=0)
+    passes = company.num_passes
+    assert together(company, "governed", 8, 96) > 0.97 * plain
+    assert company.num_passes - passes < 10
+    assert together(company, "one again", 1, 100) > 1.2 * alone
