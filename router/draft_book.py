@@ -2,93 +2,18 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from outrider.core.histogram import STEP_S, Histogram
-from outrider.router.draft_latency import Latencies
+from outrider.router.draft_session import Draft, DraftSession, SessionState, measure_lag, rest_or_resume
 from outrider.router.drafts import DraftClose, DraftCommit, DraftEvent, DraftFacts, DraftOpen, EvictionReason
-from outrider.router.policy import Pace, averaged, give_up_after, num_tokens_to_ask
+from outrider.router.policy import Pace, give_up_after, num_tokens_to_ask
 from outrider.router.requests import Request
 from outrider.router.snapshots import DraftSnapshot
 
 FIRST_RETRY_S = 0.25  # after a draft dropped a session; doubles with each further loss
 LONGEST_RETRY_S = 16.0
 MAX_TOLD = 64  # unanswered commits whose time is remembered
-
-
-class SessionState(enum.Enum):
-    """A request without a session has none yet, lost it, or found no draft that can serve it."""
-
-    OPENING = "opening"  # the draft catches up with the text; how long that takes says nothing of later proposals
-    RESUMING = "resuming"  # likewise, after a rest; nobody waits for it
-    DRAFTING = "drafting"
-
-
-@dataclass(eq=False)
-class DraftSession:
-    """One request's state in one draft worker, as far as the scheduler knows it.
-
-    Attributes:
-        told: for each length of the text that the draft was told and may still answer, the time of telling.
-        expected_since: when the draft was last asked for tokens that have not come, or None.
-        latency: time from a commit to its proposal, with no step running meanwhile and beside one.
-        lag_tokens: averaged number of tokens committed between a proposal's base and its first possible use.
-        is_prompt: whether its last proposal was not overdue; only then is it waited for.
-        is_waited_for: whether the step after its last commit was to wait for its proposal.
-        unmeasured_base: base of a proposal that came during a step, whose lag is known once the step is over.
-        num_told: length of the text that the draft knows.
-        is_resting: whether it was told to propose nothing. Then it is told nothing more: keeping up costs passes too,
-            and one over many tokens costs less than as many over one.
-    """
-
-    session_id: int
-    draft_id: str
-    request: Request
-    state: SessionState = SessionState.OPENING
-    told: dict[int, float] = field(default_factory=dict)
-    expected_since: float | None = None
-    latency: Pace = field(default_factory=Pace)
-    lag_tokens: float = 0.0
-    is_prompt: bool = True
-    is_waited_for: bool = False
-    unmeasured_base: int | None = None
-    num_told: int = 0
-    is_resting: bool = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the draft should have caught up with the text: it had as long as the target for the prompt."""
-        return self.state is SessionState.DRAFTING or (self.state is SessionState.OPENING and bool(self.told))
-
-    @property
-    def is_at_work(self) -> bool:
-        return not self.is_resting and self.is_prompt and (self.expected_since is not None or not self.is_ready)
-
-
-@dataclass(eq=False)
-class Draft:
-    """A connected draft worker."""
-
-    facts: DraftFacts
-    sessions: dict[int, DraftSession] = field(default_factory=dict)
-    latencies: Latencies = field(default_factory=Latencies)
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-    @property
-    def latency(self) -> Pace:
-        """What a proposal is expected to take now."""
-        return self.latencies.expected(len(self.sessions))
-
-    def drop(self, session_id: int) -> None:
-        """A session is over. Where that leaves notably fewer, the others need not learn how long proposals take."""
-        before = self.latency
-        del self.sessions[session_id]
-        if (now := self.latency) != before:
-            for session in self.sessions.values():
-                session.latency = now
 
 
 class DraftBook:
@@ -208,14 +133,14 @@ class DraftBook:
             request.excluded_drafts.add(session.draft_id)
             return
         if session.unmeasured_base is not None:
-            _measure_lag(session, session.unmeasured_base)
+            measure_lag(session, session.unmeasured_base)
             session.unmeasured_base = None
         num_tokens = self._num_tokens(session, facts, 0.0 if is_waited_for else session.lag_tokens)
         base_len = session.num_told = min(base_len, session.num_told)
         if session.is_resting and not num_tokens:
             return
         self.note_overdue(session, now)  # what was asked for last did not come within a whole step
-        _rest_or_resume(session, num_tokens)
+        rest_or_resume(session, num_tokens)
         session.is_waited_for = is_waited_for
         session.expected_since = now if num_tokens else None
         if num_tokens:
@@ -268,6 +193,7 @@ class DraftBook:
         """
         told_at = session.told.get(base_len)
         session.told = {length: at for length, at in session.told.items() if length > base_len}
+        resumed = session.state is SessionState.RESUMING
         if session.state is not SessionState.DRAFTING:  # it had to catch up: not what to expect from now on
             session.state = SessionState.DRAFTING
         elif told_at is not None:
@@ -280,10 +206,12 @@ class DraftBook:
         if not session.told:
             session.expected_since = None
         session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)
+        if resumed:
+            return
         if in_flight:
             session.unmeasured_base = base_len
         else:
-            _measure_lag(session, base_len)
+            measure_lag(session, base_len)
 
     def note_overdue(self, session: DraftSession, now: float) -> None:
         """Stop waiting for a session whose proposal should have come, until one comes again."""
@@ -317,18 +245,3 @@ class DraftBook:
         wanted = num_tokens_to_ask(request.num_allowed_tokens, lag_tokens, facts.max_num_tokens)
         length = len(request.text)
         return max(0, min(wanted, request.end_len - length - 1, facts.max_model_len - length))
-
-
-def _rest_or_resume(session: DraftSession, num_tokens: int) -> None:
-    """What asking for nothing, or for something again, means for a session."""
-    if session.is_resting and num_tokens:
-        session.state = SessionState.RESUMING
-        session.is_prompt = True
-    if not num_tokens:
-        session.told = {}
-    session.is_resting = not num_tokens
-
-
-def _measure_lag(session: DraftSession, base_len: int) -> None:
-    lag = max(0, len(session.request.text) - base_len)
-    session.lag_tokens = averaged(session.lag_tokens, lag) if lag < session.lag_tokens else float(lag)

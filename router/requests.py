@@ -17,7 +17,7 @@ from outrider.core.sampling import Sampling, Verifier
 from outrider.router.goodput import Level, num_allowed
 
 if TYPE_CHECKING:
-    from outrider.router.draft_book import DraftSession
+    from outrider.router.draft_session import DraftSession
     from outrider.router.families import Family
     from outrider.router.lookup import Lookup
     from outrider.router.policy import Throttle
