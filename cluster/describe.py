@@ -56,6 +56,7 @@ def _work(group: Facts) -> list[str]:
             f"{words} {overhead[name]['p50']:.2f} ms (p99 {overhead[name]['p99']:.2f})" for words, name in STEP_PARTS
         )
         lines.append(f"  last {overhead['num_steps']} steps: {parts}")
+    lines += _speculation(group.get("speculation") or {})
     counts = [
         _share("prefix cache: {} of {} tokens found", group, "prefix_cache_hit_tokens", "prefix_cache_queried_tokens"),
         _share("lookup: {} of {} tokens accepted", group, "lookup_accepted_tokens", "lookup_draft_tokens"),
@@ -64,6 +65,16 @@ def _work(group: Facts) -> list[str]:
     if any(counts):
         lines.append("  " + "; ".join(filter(None, counts)))
     return lines
+
+
+def _speculation(facts: Facts) -> list[str]:
+    """That a load leaves less of speculation, and why."""
+    if not facts.get("paused_for_load") and facts.get("level", "full") != "half":
+        return []
+    names = (("plain", "without"), ("half", "with half of the tokens"), ("full", "with all"))
+    known = [f"{facts[f'{name}_goodput']:.2f} {words}" for name, words in names if facts[f"{name}_goodput"]]
+    what = "paused" if facts["paused_for_load"] else "half of the tokens"
+    return [f"  speculation at {facts['num_streams']} streams: {what}; tokens/s of each: {', '.join(known)}"]
 
 
 def _share(words: str, group: Facts, part: str, whole: str) -> str:

@@ -18,6 +18,7 @@ from outrider.router.overhead import Overhead, Quantiles
 from outrider.router.profile_wire import profile_settings, profile_to_wire
 from outrider.router.profiler import Progress
 from outrider.router.remote_group import RemoteGroup
+from outrider.router.snapshots import SpeculationSnapshot
 from outrider.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ def group_status(group: Group) -> admin_pb2.GroupStatus:
             lookup_draft_tokens=snapshot.num_lookup_tokens,
             lookup_accepted_tokens=snapshot.num_lookup_accepted,
             preemptions=snapshot.num_preemptions,
+            speculation=speculation_to_wire(snapshot.speculation),
             ranks=[
                 admin_pb2.RankStatus(
                     rank=rank["rank"],
@@ -151,6 +153,17 @@ def group_status(group: Group) -> admin_pb2.GroupStatus:
         )
     )
     return status
+
+
+def speculation_to_wire(speculation: SpeculationSnapshot) -> admin_pb2.SpeculationStatus:
+    return admin_pb2.SpeculationStatus(
+        level=speculation.level,
+        paused_for_load=speculation.is_paused,
+        num_streams=speculation.num_streams,
+        plain_goodput=speculation.goodput.get("plain", 0.0),
+        half_goodput=speculation.goodput.get("half", 0.0),
+        full_goodput=speculation.goodput.get("full", 0.0),
+    )
 
 
 def overhead_to_wire(overhead: Overhead) -> admin_pb2.StepOverhead:

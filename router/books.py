@@ -10,6 +10,7 @@ from outrider.router.counts import SchedulerCounts
 from outrider.router.draft_book import DraftBook
 from outrider.router.families import RequestBook
 from outrider.router.flight import Flight
+from outrider.router.governor import Governor
 from outrider.router.pacing import Pacer
 from outrider.router.settings import SchedulerSettings
 
@@ -26,6 +27,7 @@ class Books:
     drafts: DraftBook = field(default_factory=DraftBook)
     flight: Flight = field(default_factory=Flight)
     pacer: Pacer = field(default_factory=Pacer)
+    governor: Governor = field(default_factory=Governor)
     counts: SchedulerCounts = field(default_factory=SchedulerCounts)
 
     def check_integrity(self) -> None:

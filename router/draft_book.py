@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from outrider.core.histogram import STEP_S, Histogram
+from outrider.router.draft_session import Draft, DraftSession, SessionState, measure_lag, rest_or_resume
 from outrider.router.drafts import DraftClose, DraftCommit, DraftEvent, DraftFacts, DraftOpen, EvictionReason
-from outrider.router.policy import Pace, averaged, give_up_after, num_tokens_to_ask
+from outrider.router.policy import Pace, give_up_after, num_tokens_to_ask
 from outrider.router.requests import Request
 from outrider.router.snapshots import DraftSnapshot
 
 FIRST_RETRY_S = 0.25  # after a draft dropped a session; doubles with each further loss
 LONGEST_RETRY_S = 16.0
 MAX_TOLD = 64  # unanswered commits whose time is remembered
-
-
-class SessionState(enum.Enum):
-    """A request without a session has none yet, lost it, or found no draft that can serve it."""
-
-    OPENING = "opening"  # the draft catches up with the text; how long that takes says nothing of later proposals
-    DRAFTING = "drafting"
-
-
-@dataclass(eq=False)
-class DraftSession:
-    """One request's state in one draft worker, as far as the scheduler knows it.
-
-    Attributes:
-        told: for each length of the text that the draft was told and may still answer, the time of telling.
-        expected_since: when the draft was last asked for tokens that have not come, or None.
-        latency: time from a commit to its proposal, with no step running meanwhile and beside one.
-        lag_tokens: averaged number of tokens committed between a proposal's base and its first possible use.
-        is_prompt: whether its last proposal was not overdue; only then is it waited for.
-        is_waited_for: whether the step after its last commit was to wait for its proposal.
-        unmeasured_base: base of a proposal that came during a step, whose lag is known once the step is over.
-    """
-
-    session_id: int
-    draft_id: str
-    request: Request
-    state: SessionState = SessionState.OPENING
-    told: dict[int, float] = field(default_factory=dict)
-    expected_since: float | None = None
-    latency: Pace = field(default_factory=Pace)
-    lag_tokens: float = 0.0
-    is_prompt: bool = True
-    is_waited_for: bool = False
-    unmeasured_base: int | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the draft should have caught up with the text: it had as long as the target for the prompt."""
-        return self.state is SessionState.DRAFTING or bool(self.told)
-
-    @property
-    def is_at_work(self) -> bool:
-        return self.is_prompt and (self.expected_since is not None or not self.is_ready)
-
-
-@dataclass(eq=False)
-class Draft:
-    """A connected draft worker."""
-
-    facts: DraftFacts
-    sessions: dict[int, DraftSession] = field(default_factory=dict)
-    latency: Pace = field(default_factory=Pace)
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 class DraftBook:
@@ -93,7 +38,7 @@ class DraftBook:
                 draft_id=draft.facts.draft_id,
                 drafter=draft.facts.drafter,
                 num_sessions=len(draft.sessions),
-                proposal_ms=1000.0 * (draft.latency.slowest_s or 0.0),
+                proposal_ms=1000.0 * (draft.latencies.last.slowest_s or 0.0),
                 num_draft_tokens=draft.num_draft_tokens,
                 num_accepted_tokens=draft.num_accepted_tokens,
             )
@@ -139,13 +84,18 @@ class DraftBook:
                 if draft.facts.draft_id not in request.excluded_drafts and draft.facts.max_model_len > len(request.text)
             ]
             if able:
-                self._open(request, min(able, key=lambda draft: len(draft.sessions)))
+                self._open(request, min(able, key=lambda draft: len(draft.sessions)), now)
 
-    def _open(self, request: Request, draft: Draft) -> None:
-        session = DraftSession(self._next_session_id, draft.facts.draft_id, request, latency=draft.latency)
+    def _open(self, request: Request, draft: Draft, now: float) -> None:
+        session = DraftSession(
+            self._next_session_id, draft.facts.draft_id, request, latency=draft.latency, num_told=len(request.text)
+        )
         self._next_session_id += 1
         draft.sessions[session.session_id] = session
         request.session = session
+        num_tokens = self._num_tokens(session, draft.facts, session.lag_tokens)
+        if num_tokens and request.num_missing == 1:  # nothing will be told before this proposal is due
+            session.expected_since = session.told[len(request.text)] = now
         self._outbox.append(
             DraftOpen(
                 draft_id=session.draft_id,
@@ -155,7 +105,7 @@ class DraftBook:
                 tokens=tuple(request.text.tokens),
                 prefix_hash=request.text.hashes[-1],
                 sampling=request.new.sampling,
-                num_tokens=self._num_tokens(session, draft.facts, session.lag_tokens),
+                num_tokens=num_tokens,
                 traceparent=request.trace.traceparent if request.trace is not None else "",
             )
         )
@@ -183,9 +133,14 @@ class DraftBook:
             request.excluded_drafts.add(session.draft_id)
             return
         if session.unmeasured_base is not None:
-            _measure_lag(session, session.unmeasured_base)
+            measure_lag(session, session.unmeasured_base)
             session.unmeasured_base = None
         num_tokens = self._num_tokens(session, facts, 0.0 if is_waited_for else session.lag_tokens)
+        base_len = session.num_told = min(base_len, session.num_told)
+        if session.is_resting and not num_tokens:
+            return
+        self.note_overdue(session, now)  # what was asked for last did not come within a whole step
+        rest_or_resume(session, num_tokens)
         session.is_waited_for = is_waited_for
         session.expected_since = now if num_tokens else None
         if num_tokens:
@@ -206,20 +161,21 @@ class DraftBook:
                 traceparent=request.trace.traceparent if request.trace is not None else "",
             )
         )
+        session.num_told = len(request.text)
 
     def close(self, request: Request) -> None:
         session = request.session
         if session is None:
             return
         request.session = None
-        del self.drafts[session.draft_id].sessions[session.session_id]
+        self.drafts[session.draft_id].drop(session.session_id)
         self._outbox.append(DraftClose(session.draft_id, session.session_id, request.new.generation))
 
     def evicted(self, session: DraftSession, reason: EvictionReason, now: float) -> None:
         """The draft dropped the session; another may be opened after a while, but not where the text does not fit."""
         request = session.request
         request.session = None
-        del self.drafts[session.draft_id].sessions[session.session_id]
+        self.drafts[session.draft_id].drop(session.session_id)
         if reason is EvictionReason.CONTEXT_FULL:
             request.excluded_drafts.add(session.draft_id)
             return
@@ -237,7 +193,8 @@ class DraftBook:
         """
         told_at = session.told.get(base_len)
         session.told = {length: at for length, at in session.told.items() if length > base_len}
-        if session.state is SessionState.OPENING:  # it had a prefix to catch up with: not what to expect from now on
+        resumed = session.state is SessionState.RESUMING
+        if session.state is not SessionState.DRAFTING:  # it had to catch up: not what to expect from now on
             session.state = SessionState.DRAFTING
         elif told_at is not None:
             draft, latency_s = self.drafts[session.draft_id], now - told_at
@@ -245,14 +202,16 @@ class DraftBook:
             beside = last_step > told_at
             in_vain = beside and session.is_waited_for
             session.latency = session.latency.took(latency_s, beside=beside, in_vain=in_vain)
-            draft.latency = draft.latency.took(latency_s, beside=beside)
+            draft.latencies.took(len(draft.sessions), latency_s, beside=beside)
         if not session.told:
             session.expected_since = None
         session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)
+        if resumed:
+            return
         if in_flight:
             session.unmeasured_base = base_len
         else:
-            _measure_lag(session, base_len)
+            measure_lag(session, base_len)
 
     def note_overdue(self, session: DraftSession, now: float) -> None:
         """Stop waiting for a session whose proposal should have come, until one comes again."""
@@ -274,7 +233,7 @@ class DraftBook:
 
     def _is_overdue(self, session: DraftSession, now: float) -> bool:
         slowest_s = session.latency.slowest_s
-        if session.expected_since is None or slowest_s is None:
+        if session.expected_since is None or slowest_s is None or session.state is SessionState.RESUMING:
             return False
         return now - session.expected_since >= give_up_after(slowest_s)
 
@@ -283,11 +242,6 @@ class DraftBook:
         request = session.request
         if not request.throttle.is_on:
             return 0
-        wanted = num_tokens_to_ask(request.num_speculative_tokens, lag_tokens, facts.max_num_tokens)
+        wanted = num_tokens_to_ask(request.num_allowed_tokens, lag_tokens, facts.max_num_tokens)
         length = len(request.text)
         return max(0, min(wanted, request.end_len - length - 1, facts.max_model_len - length))
-
-
-def _measure_lag(session: DraftSession, base_len: int) -> None:
-    lag = max(0, len(session.request.text) - base_len)
-    session.lag_tokens = averaged(session.lag_tokens, lag) if lag < session.lag_tokens else float(lag)

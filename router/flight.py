@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.core.ahead import resolve, undecided
 from outrider.core.errors import GroupError
 from outrider.core.plan import SequenceError, StepPlan, StepResult
 from outrider.router.checks import check_result
+from outrider.router.goodput import Level, Load
 from outrider.router.requests import Request
 from outrider.router.step_rows import Rows
 
@@ -22,6 +23,7 @@ class Step:
         rows: what each of its sequences runs, by their id.
         started: when it could begin: when it was planned, or when the step before it was over.
         beside_drafts: whether drafts were at work when it was planned.
+        load, level: what ran and how much it was to speculate when it was planned.
         dropped: sequences that do not run, since the step before left them with an error.
     """
 
@@ -29,6 +31,8 @@ class Step:
     rows: dict[int, Rows]
     started: float
     beside_drafts: bool = False
+    load: Load = field(default_factory=Load)
+    level: Level = Level.FULL
     dropped: frozenset[int] = frozenset()
 
     def carries(self, request: Request) -> bool:
@@ -57,8 +61,10 @@ class Flight:
         """Requests that take part, those that have ended among them."""
         return list(dict.fromkeys(part.request for step in self._steps for part in step.rows.values()))
 
-    def add(self, plan: StepPlan, rows: list[Rows], now: float, *, beside_drafts: bool) -> None:
-        self._steps.append(Step(plan, {part.plan.seq_id: part for part in rows}, now, beside_drafts))
+    def add(
+        self, plan: StepPlan, rows: list[Rows], now: float, *, beside_drafts: bool, load: Load, level: Level
+    ) -> None:
+        self._steps.append(Step(plan, {part.plan.seq_id: part for part in rows}, now, beside_drafts, load, level))
 
     def clear(self) -> None:
         self._steps = []
@@ -90,4 +96,4 @@ def _settled(later: Step, step: Step, result: StepResult, now: float) -> Step:
     plan = resolve(later.plan, step.plan, result.sequences)
     plans = {sequence.seq_id: sequence for sequence in plan.sequences}
     rows = {i: replace(part, plan=plans[i]) if i in plans else part for i, part in later.rows.items()}
-    return Step(plan, rows, now, later.beside_drafts, frozenset(undecided(later.plan, plan)))
+    return replace(later, plan=plan, rows=rows, started=now, dropped=frozenset(undecided(later.plan, plan)))

@@ -113,6 +113,18 @@ DRAFTER_TOKENS = Declared(
 DRAFTER_ACCEPTED = Declared(
     "outrider_drafter_accepted_tokens_total", "counter", "Those of them that became text.", ("drafter",)
 )
+PAUSED_FOR_LOAD = Declared(
+    "outrider_spec_decode_paused_for_load",
+    "gauge",
+    "1 while as many streams run as are faster without proposals, trials of speculation aside.",
+)
+GOODPUT = Declared(
+    "outrider_spec_decode_goodput",
+    "gauge",
+    "Tokens per second of one stream among as many as run now, by how much is speculated (none: plain, half, full), "
+    "as last measured or as predicted; 0 where nothing is known.",
+    ("level",),
+)
 POOL = Declared("outrider_draft_workers", "gauge", "Draft workers that are registered, by their state.", ("state",))
 POOL_SESSIONS = Declared("outrider_draft_worker_sessions", "gauge", "Requests that draft workers draft for.")
 PROPOSALS = Declared(
@@ -132,6 +144,7 @@ GROUP = (
     *(ATTACHED, EPOCH, RESETS, INFO, RUNNING, WAITING, KV_USAGE, KV_BLOCKS, PREFIX_QUERIES, PREFIX_HITS, PREEMPTIONS),
     *(PROMPT_TOKENS, GENERATION_TOKENS, QUEUE_TIME, ROUND_TIME, STEP_TIME, STEP_OVERHEAD),
     *(NUM_DRAFTS, NUM_DRAFT_TOKENS, NUM_ACCEPTED, NUM_ACCEPTED_PER_POS, DRAFTER_TOKENS, DRAFTER_ACCEPTED),
+    *(PAUSED_FOR_LOAD, GOODPUT),
     *(POOL, POOL_SESSIONS, PROPOSALS, PROPOSAL_TIME),
 )
 ROUTER = (BUILD_INFO, *FRONTEND, *GROUP, *PROCESS)

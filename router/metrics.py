@@ -13,9 +13,11 @@ from outrider.metrics.declared import family, registry
 from outrider.router import metric_names as names
 from outrider.router.counts import SchedulerCounts
 from outrider.router.frontend import Frontend
+from outrider.router.goodput import Level
 from outrider.router.group import Group
 from outrider.router.scheduler import Scheduler
 
+LEVELS = tuple(level.name.lower() for level in Level)
 DRAFT_STATES = ("ready", "connecting", "lost", "refused")
 
 
@@ -80,6 +82,8 @@ def group_families(group: Group) -> Iterator[Metric]:
     yield family(names.STEP_TIME, {(kind,): times for kind, times in group.overhead.step_time.items()})
     yield family(names.STEP_OVERHEAD, group.overhead.overhead)
     yield from speculation_families(counts, scheduler.settings.num_speculative_tokens)
+    yield family(names.PAUSED_FOR_LOAD, float(snapshot.speculation.is_paused))
+    yield family(names.GOODPUT, {(level,): snapshot.speculation.goodput.get(level, 0.0) for level in LEVELS})
     yield from draft_families(group, scheduler)
 
 

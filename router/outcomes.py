@@ -11,6 +11,7 @@ from outrider.router.requests import Committed, FinishReason, Request, RoundFact
 from outrider.router.rounds import Cut, counted, cut, finished, num_verified
 from outrider.router.step_rows import Rows
 from outrider.router.suspects import progressed
+from outrider.router.weighing import learn_goodput, weigh
 
 
 def complete(books: Books, result: StepResult, now: float) -> list[Committed]:
@@ -21,8 +22,10 @@ def complete(books: Books, result: StepResult, now: float) -> list[Committed]:
     step = books.flight.land(result, books.info.vocab_size, now)
     if step is None:
         return []
+    learn_goodput(books, step, result, now - books.pacer.ready_since)
     books.pacer.ready_since = now
     books.pacer.step_took(step.rows.values(), now - step.started, beside_drafts=step.beside_drafts)
+    weigh(books)
     # Whoever could join the next step holds it back for a moment only.
     waits = books.pacer.will_wait(books.batcher.running) and not books.batcher.can_admit()
     committed = []

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 
 from outrider.core.sampling import Verifier
 from outrider.router.draft_book import DraftBook
+from outrider.router.goodput import StepFacts
 from outrider.router.hearing import acceptance, settled
 from outrider.router.policy import (
     HOLD_FRACTION,
@@ -24,7 +25,16 @@ from outrider.router.policy import (
     tokens_without_waiting,
 )
 from outrider.router.requests import Request
-from outrider.router.step_cost import StepCosts, most_prompt_rows, observed, seconds_of, typical
+from outrider.router.step_cost import (
+    CostsApart,
+    StepCosts,
+    most_prompt_rows,
+    observed,
+    seconds_like,
+    seconds_of,
+    seconds_within,
+    typical,
+)
 from outrider.router.step_rows import Rows
 
 
@@ -52,6 +62,7 @@ class Pacer:
         self.pace = Pace()
         self.ready_since = 0.0
         self._costs = StepCosts()
+        self._apart = CostsApart()
 
     def step_took(self, parts: Collection[Rows], seconds: float, *, beside_drafts: bool) -> None:
         """Learn from a step that ran."""
@@ -62,6 +73,16 @@ class Pacer:
             self.pace = self.pace.took(seconds, beside=beside_drafts)
         num_rows, has_prompt = sum(len(part.plan.tokens) for part in parts), any(p.num_text_rows > 1 for p in parts)
         self._costs = observed(self._costs, num_rows, seconds, has_prompt=has_prompt)
+        self._apart = self._apart.took(num_rows, seconds, has_prompt=has_prompt, beside=beside_drafts)
+
+    @property
+    def are_drafts_to_wait(self) -> bool:
+        """Whether drafts had better begin with a prompt when the target is done with it."""
+        return self._apart.is_slowed if self._apart.slowdown is not None else self._apart.is_alone_unknown
+
+    def alone_s(self, parts: Collection[Rows]) -> float | None:
+        """How long a step with about so many rows takes while no draft is at work, where that is known."""
+        return seconds_like(self._apart.alone, sum(len(part.plan.tokens) for part in parts))
 
     def expected_s(self, parts: Collection[Rows]) -> float | None:
         """How long a step with these rows takes; None where nothing like it is known."""
@@ -73,6 +94,17 @@ class Pacer:
     def group_changed(self) -> None:
         """What was learned of the rows of steps is not true of another group."""
         self._costs = StepCosts()
+        self._apart = CostsApart()
+
+    def drafts_changed(self) -> None:
+        """Other drafts may be elsewhere."""
+        self._apart = CostsApart()
+
+    def step_facts(self) -> StepFacts:
+        """How long steps take by their rows."""
+        line = typical(self._costs)
+        seconds = (lambda rows: seconds_within(line, rows)) if line and line[0][1] > 0.0 else None
+        return StepFacts(seconds, self._apart.is_slowed)
 
     def most_prompt_rows(self, num_decoding: int, max_slowdown: float) -> int:
         """Rows of prompts beside ``num_decoding`` others, where a step may take ``max_slowdown`` times as long."""

@@ -11,6 +11,7 @@ from outrider.router.hearing import heard
 from outrider.router.round_trace import step_traces
 from outrider.router.step_cost import fair_slowdown
 from outrider.router.step_rows import Rows
+from outrider.router.weighing import weigh
 
 
 class StepPlanner:
@@ -29,6 +30,7 @@ class StepPlanner:
         """See ``Scheduler.schedule``."""
         books = self._books
         self._held_until = None
+        weigh(books)
         if not books.requests:
             return None
         if len(books.flight):
@@ -38,6 +40,7 @@ class StepPlanner:
             (step,) = books.flight
             rows = rows_ahead(books.batcher, step, self._limit_prompts)
             return self._planned(rows, now, before=step) if rows else None
+        self._assign(now)  # before it is decided who is waited for
         others = 1 if books.batcher.can_admit() else 0
         self._held_until = books.pacer.hold_until(books.batcher.running, others, books.drafts, now)
         if self._held_until is not None:
@@ -66,6 +69,7 @@ class StepPlanner:
 
     def _planned(self, rows: list[Rows], now: float, before: Step | None = None) -> StepPlan:
         books = self._books
+        self._assign(now)
         self.num_steps += 1
         plan = StepPlan(
             epoch=books.epoch,
@@ -75,11 +79,28 @@ class StepPlanner:
             after_step=before.plan.step if before is not None else None,
             traces=step_traces(rows, before),
         )
-        books.flight.add(plan, rows, now, beside_drafts=books.drafts.is_any_at_work)
+        books.flight.add(
+            plan,
+            rows,
+            now,
+            beside_drafts=books.drafts.is_any_at_work,
+            load=books.governor.load,
+            level=books.governor.level,
+        )
         for part in rows:
             books.counts.began(part.request, now)
-        books.drafts.assign(books.batcher.running, now)
         return plan
+
+    def _assign(self, now: float) -> None:
+        """Give drafts to requests that have none.
+
+        A draft takes in a prompt while the target does. Where it would slow the target, it begins once the first token
+        is there: both are done at the same time either way, and the client has that token sooner.
+        """
+        books, running = self._books, self._books.batcher.running
+        if books.pacer.are_drafts_to_wait:
+            running = [request for request in running if request.num_missing == 1]
+        books.drafts.assign(running, now)
 
     @property
     def _limit_prompts(self) -> LimitPrompts | None:

@@ -14,9 +14,10 @@ from outrider.core.logprobs import TokenLogprobs
 from outrider.core.prefix import HashedTokens
 from outrider.core.proposal import Proposal
 from outrider.core.sampling import Sampling, Verifier
+from outrider.router.goodput import Level, num_allowed
 
 if TYPE_CHECKING:
-    from outrider.router.draft_book import DraftSession
+    from outrider.router.draft_session import DraftSession
     from outrider.router.families import Family
     from outrider.router.lookup import Lookup
     from outrider.router.policy import Throttle
@@ -231,6 +232,7 @@ class Request:
         num_scored: log-probabilities of the prompt that are known; the others are those of its last tokens.
         unreported: those that wait for the first token of the output.
         num_speculative_tokens: most tokens that a round verifies.
+        level: how many of them the present load of the group leaves.
         proposal: newest proposal that may still continue the text, as it came from draft ``proposal_draft``.
         num_failures: times that the group failed in a step of this request.
         failed_at: length of the text at the last of them.
@@ -251,6 +253,7 @@ class Request:
     throttle: Throttle  # of draft workers
     lookup_throttle: Throttle
     family: Family
+    level: Level = Level.FULL
     lookup: Lookup | None = None
     seq_id: int = 0
     kv_len: int = 0
@@ -297,6 +300,16 @@ class Request:
         return len(self.text) - self.kv_len
 
     @property
+    def is_governed(self) -> bool:
+        """Whether the load of the group decides how much it speculates: a number of its own is taken as it is."""
+        return self.new.num_speculative_tokens is None and self.num_speculative_tokens > 0
+
+    @property
+    def num_allowed_tokens(self) -> int:
+        """Most tokens that a round verifies at the present load."""
+        return num_allowed(self.num_speculative_tokens, self.level)
+
+    @property
     def num_useful_proposals(self) -> int:
         """Most proposal tokens that can all be accepted: the round's own token must still fit behind them."""
-        return max(0, min(self.num_speculative_tokens, self.end_len - len(self.text) - 1))
+        return max(0, min(self.num_allowed_tokens, self.end_len - len(self.text) - 1))

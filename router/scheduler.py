@@ -33,6 +33,7 @@ from outrider.router.rounds import refusal
 from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
 from outrider.router.suspects import failure_message, group_failed
+from outrider.router.weighing import forget_goodput
 
 
 def no_stops(request: NewRequest) -> Cutter:
@@ -98,6 +99,8 @@ class Scheduler:
         )
         for member in family.members.values():
             member.trace = self._make_trace(member.new)
+            if member.is_governed:
+                member.level = self._books.governor.level
         self._requests.add(family)
         self._batcher.waiting.extend(family.members.values())
 
@@ -149,6 +152,7 @@ class Scheduler:
         guilty = group_failed([request for request in self._flight.requests if not request.ended])
         self._flight.clear()
         self._pacer.group_changed()
+        forget_goodput(self._books)
         self._batcher.reset(info, self.settings.max_num_seqs)
         room = min(info.max_model_len, self._batcher.num_pool_positions + 1)
         messages = {request: failure_message(request) for request in guilty}
@@ -158,12 +162,16 @@ class Scheduler:
 
     def update_settings(self, settings: SchedulerSettings) -> None:
         """Takes effect for requests added from now on."""
+        if settings.num_speculative_tokens != self.settings.num_speculative_tokens:
+            forget_goodput(self._books)
         self._books.settings = settings
         self._batcher.limit(settings.max_num_seqs)
 
     def draft_joined(self, draft: DraftFacts, now: float) -> None:
         """A draft worker with the group's tokenizer can be used. Joining under a known id replaces the old one."""
         self._drafts.join(draft, now)
+        self._pacer.drafts_changed()
+        forget_goodput(self._books)
         for request in self._requests:
             request.excluded_drafts.discard(draft.draft_id)
         self._drafts.assign(self._batcher.running, now)
@@ -215,7 +223,7 @@ class Scheduler:
             self._drafts.arrived(request.session, proposal.base_len, carried, now, last_step)
         proposal = sound_part(proposal, self.info.vocab_size)
         reason = refusal(proposal, request.text, self.info.vocab_size)
-        if reason is None and (request.num_speculative_tokens == 0 or not request.throttle.is_on):
+        if reason is None and (request.num_allowed_tokens == 0 or not request.throttle.is_on):
             reason = "speculation is off"
         held = request.proposal
         if reason is None and held is not None and held.base_len > proposal.base_len:
@@ -260,6 +268,7 @@ class Scheduler:
             num_lookup_tokens=self.counts.lookup.num_draft_tokens,
             num_lookup_accepted=self.counts.lookup.num_accepted_tokens,
             drafts=self._drafts.snapshots(),
+            speculation=self._books.governor.snapshot(),
         )
 
     @property

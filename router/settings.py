@@ -20,6 +20,7 @@ class SchedulerSettings:
         max_prefill_slowdown: how many times as long a step with rows of prompts may take, where others decode, as one
             without; 0 for no limit.
         plan_ahead: whether a step may be planned while the one before it runs (``ahead.py``).
+        adapt_to_load: whether speculation gives way where more is committed without it (``governor.py``).
     """
 
     max_queue: int = 256
@@ -29,6 +30,7 @@ class SchedulerSettings:
     enable_prefix_caching: bool = True
     max_prefill_slowdown: float = 2.0
     plan_ahead: bool = False
+    adapt_to_load: bool = True
 
 
 def scheduler_settings(config: ClusterConfig, num_speculative_tokens: int) -> SchedulerSettings:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,23 @@ class DraftSnapshot:
     proposal_ms: float  # from a commit to its proposal, exponentially averaged; 0 before the first
     num_draft_tokens: int
     num_accepted_tokens: int
+
+
+@dataclass(frozen=True)
+class SpeculationSnapshot:
+    """How much is speculated at the present load, and why.
+
+    Attributes:
+        level: what holds: "plain", "half" of the tokens of a round, or "full".
+        is_paused: whether plain decoding was found to be faster, trials of speculation aside.
+        num_streams: the load.
+        goodput: tokens per second of a stream at such a load by level, measured last or predicted.
+    """
+
+    level: str = "full"
+    is_paused: bool = False
+    num_streams: int = 0
+    goodput: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,3 +59,4 @@ class SchedulerSnapshot:
     num_lookup_tokens: int
     num_lookup_accepted: int
     drafts: tuple[DraftSnapshot, ...]
+    speculation: SpeculationSnapshot = SpeculationSnapshot()

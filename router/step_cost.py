@@ -13,9 +13,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from outrider.router.policy import averaged
+
 PLAIN_KEPT = 16  # steps that are remembered: without prompt rows ...
 MIXED_KEPT = 16  # ... and with some; few, since rows cost more the deeper in a text they are
 MIN_PROMPT_ROWS = 16  # of a step, so that prompts advance whatever they cost
+NOTABLE_SLOWDOWN = 1.2  # times as long as alone: steps beside drafts at work that share their processors
 GROWTH = 2.0  # a step has at most so many times the rows of the largest one known
 
 Point = tuple[float, float]  # rows, seconds
@@ -90,6 +93,54 @@ def seconds_of(line: Sequence[Point], rows: float) -> float:
         return line[0][1]
     (left, before), (right, after) = _around(line, next((i for i, point in enumerate(line) if point[0] >= rows), 0))
     return before + (rows - left) * (after - before) / (right - left)
+
+
+def seconds_within(line: Sequence[Point], rows: float) -> float:
+    """Time of a step, where fewer rows than were ever seen may take less: half of the smallest known one at least."""
+    if rows >= line[0][0] or len(line) == 1:
+        return seconds_of(line, rows)
+    (left, before), (right, after) = line[:2]
+    return max(before - (left - rows) * (after - before) / (right - left), 0.5 * before)
+
+
+@dataclass(frozen=True)
+class CostsApart:
+    """Steps with no draft at work and steps beside some, and how they compare.
+
+    Attributes:
+        slowdown: averaged time of a step beside drafts in times of one with about as many rows alone; None: not known.
+    """
+
+    alone: StepCosts = StepCosts()
+    beside: StepCosts = StepCosts()
+    slowdown: float | None = None
+
+    def took(self, num_rows: int, seconds: float, *, has_prompt: bool, beside: bool) -> CostsApart:
+        """After one more step."""
+        other_s = seconds_like(self.alone if beside else self.beside, num_rows)
+        slowdown = self.slowdown
+        if other_s and seconds > 0.0:
+            slowdown = averaged(slowdown, seconds / other_s if beside else other_s / seconds)
+        costs = observed(self.beside if beside else self.alone, num_rows, seconds, has_prompt=has_prompt)
+        return CostsApart(self.alone, costs, slowdown) if beside else CostsApart(costs, self.beside, slowdown)
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether drafts slow the target notably: they share its processors."""
+        return self.slowdown is not None and self.slowdown > NOTABLE_SLOWDOWN
+
+    @property
+    def is_alone_unknown(self) -> bool:
+        """Whether prompts were entered beside drafts only, and not so often that there is no other way."""
+        return 0 < len(self.beside.mixed) < MIXED_KEPT and not self.alone.mixed
+
+
+def seconds_like(costs: StepCosts, num_rows: int) -> float | None:
+    """Time of a step of about so many rows, up to half or twice as many; None where none is known."""
+    line = typical(costs)
+    if not any(num_rows <= 2 * rows and rows <= 2 * num_rows for rows, _ in line):
+        return None
+    return seconds_of(line, num_rows)
 
 
 def rows_within(line: Sequence[Point], seconds: float) -> float:

@@ -26,9 +26,9 @@ SEEDS = (0, 1, 3, 4, 5, 7, 8, 9, 10, 11, 13, 15, 16, 17, 19, 20)
 
 
 def sixteen(**changes: Any) -> list[Case]:
-    """Requests whose prompts differ from the first token on."""
+    """Requests whose prompts differ from the first token on. They speculate whatever the load makes of it."""
     cases = [Case((40 + n, 300, 20 + n, 5), temperature=float(n % 2), seed=n, max_tokens=48) for n in SEEDS]
-    return [replace(case, **changes) for case in cases]
+    return [replace(case, **{"num_speculative_tokens": 4, **changes}) for case in cases]
 
 
 def nothing_is_lost(completions: Sequence[Completion], cases: Sequence[Case], plain: Sequence[Completion]) -> None:

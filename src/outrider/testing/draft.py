@@ -62,6 +62,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
         faults: what was wrong with messages of the scheduler; empty in a correct run.
         answered: the length of each session's text that it proposed for last, by the session's id, those without room
             for a proposal included.
+        resting: sessions that were told to propose nothing; they are told nothing more until they shall propose again.
     """
 
     model: ToyModel
@@ -80,6 +81,11 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
     num_proposed: int = 0
     num_sessions: int = 0
     answered: dict[int, int] = field(default_factory=dict)
+    resting: set[int] = field(default_factory=set)
+
+    def is_done(self, session_id: int, length: int) -> bool:
+        """Whether it proposed for so long a text of a session, or was told to propose nothing."""
+        return session_id in self.resting or self.answered.get(session_id, 0) >= length
 
     def _register(self, server: Any) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -89,6 +95,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
         await super().stop()
         self.num_sessions = 0
         self.answered.clear()
+        self.resting.clear()
 
     def record(self) -> dict[str, Any]:
         """What it would announce in the registry."""
@@ -156,6 +163,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
                 if sessions.pop(request.close.session_id, None) is not None:
                     self.num_sessions -= 1
                     self.answered.pop(request.close.session_id, None)
+                    self.resting.discard(request.close.session_id)
         return None
 
     def _open(
@@ -192,6 +200,7 @@ class StandInDraft(draft_pb2_grpc.DraftServiceServicer, StandInServer):
         session.text.truncate(commit.base_len)
         session.text.extend(commit.tokens)
         session.num_tokens = commit.num_tokens
+        (self.resting.discard if commit.num_tokens else self.resting.add)(commit.session_id)
         if session.text.hashes[-1] != commit.hash:
             self.faults.append(f"commit {commit.session_id}: another text than the scheduler's")
         return commit.session_id

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/admin.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x0f\n\rStatusRequest\"\xfa\x01\n\x0eStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12(\n\x06groups\x18\x03 \x03(\x0b\x32\x18.outrider.v1.GroupStatus\x12(\n\x06\x64rafts\x18\x04 \x03(\x0b\x32\x18.outrider.v1.DraftStatus\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12+\n\x08settings\x18\x07 \x01(\x0b\x32\x19.outrider.v1.LiveSettings\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\x10\n\x08http_url\x18\t \x01(\t\"\xda\x03\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x16\n\x0eleader_address\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x07 \x01(\r\x12&\n\x05ranks\x18\x08 \x03(\x0b\x32\x17.outrider.v1.RankStatus\x12\x17\n\x0fkv_blocks_total\x18\t \x01(\r\x12\x16\n\x0ekv_blocks_free\x18\n \x01(\r\x12\r\n\x05steps\x18\x0b \x01(\x04\x12\x15\n\rrow_invariant\x18\x0c \x01(\x08\x12\x30\n\rstep_overhead\x18\r \x01(\x0b\x32\x19.outrider.v1.StepOverhead\x12#\n\x1bprefix_cache_queried_tokens\x18\x0e \x01(\x04\x12\x1f\n\x17prefix_cache_hit_tokens\x18\x0f \x01(\x04\x12\x1b\n\x13lookup_draft_tokens\x18\x10 \x01(\x04\x12\x1e\n\x16lookup_accepted_tokens\x18\x11 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x12 \x01(\x04\"\xa2\x01\n\x0cStepOverhead\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12+\n\x0boverhead_ms\x18\x02 \x01(\x0b\x32\x16.outrider.v1.Quantiles\x12\'\n\x07plan_ms\x18\x03 \x01(\x0b\x32\x16.outrider.v1.Quantiles\x12)\n\tverify_ms\x18\x04 \x01(\x0b\x32\x16.outrider.v1.Quantiles\"%\n\tQuantiles\x12\x0b\n\x03p50\x18\x01 \x01(\x01\x12\x0b\n\x03p99\x18\x02 \x01(\x01\"Q\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x1a\n\x12\x63ommitted_checksum\x18\x04 \x01(\x06\"\xeb\x01\n\x0b\x44raftStatus\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x05 \x01(\t\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x13\n\x0bproposal_ms\x18\x07 \x01(\x01\x12\x18\n\x10num_draft_tokens\x18\x08 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\x04\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x0c\n\x04node\x18\x0b \x01(\t\x12\x11\n\tplacement\x18\x0c \x01(\t\"\x89\x01\n\x0cLiveSettings\x12#\n\x16num_speculative_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12,\n\x08verifier\x18\x02 \x01(\x0e\x32\x15.outrider.v1.VerifierH\x01\x88\x01\x01\x42\x19\n\x17_num_speculative_tokensB\x0b\n\t_verifier\"\x14\n\x12GetSettingsRequest\"B\n\x13GetSettingsResponse\x12+\n\x08settings\x18\x01 \x01(\x0b\x32\x19.outrider.v1.LiveSettings\"D\n\x15UpdateSettingsRequest\x12+\n\x08settings\x18\x01 \x01(\x0b\x32\x19.outrider.v1.LiveSettings\"E\n\x16UpdateSettingsResponse\x12+\n\x08settings\x18\x01 \x01(\x0b\x32\x19.outrider.v1.LiveSettings\"\x87\x01\n\x0eProfileRequest\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x10\n\x08\x63ontexts\x18\x02 \x03(\r\x12\x15\n\rnum_sequences\x18\x03 \x03(\r\x12\x10\n\x08num_runs\x18\x04 \x01(\r\x12\x1a\n\rnum_proposals\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_num_proposals\"z\n\x0fProfileResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.outrider.v1.ProfileProgressH\x00\x12,\n\x06result\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.ProfileResultH\x00\x42\x07\n\x05\x65vent\"=\n\x0fProfileProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\x12\r\n\x05stage\x18\x03 \x01(\t\"\xcd\x01\n\rProfileResult\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\r\x12%\n\x06passes\x18\x06 \x03(\x0b\x32\x15.outrider.v1.PassCost\x12&\n\x06\x64rafts\x18\x07 \x03(\x0b\x32\x16.outrider.v1.DraftCost\x12\x10\n\x08left_out\x18\x08 \x03(\t\"/\n\x06Spread\x12\x0b\n\x03p50\x18\x01 \x01(\x01\x12\x0b\n\x03min\x18\x02 \x01(\x01\x12\x0b\n\x03max\x18\x03 \x01(\x01\"\xf3\x01\n\x08PassCost\x12\x0f\n\x07\x63ontext\x18\x01 \x01(\r\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x10\n\x08num_runs\x18\x04 \x01(\r\x12\'\n\nforward_ms\x18\x05 \x01(\x0b\x32\x13.outrider.v1.Spread\x12(\n\x0boverhead_ms\x18\x06 \x01(\x0b\x32\x13.outrider.v1.Spread\x12$\n\x07plan_ms\x18\x07 \x01(\x0b\x32\x13.outrider.v1.Spread\x12&\n\tverify_ms\x18\x08 \x01(\x0b\x32\x13.outrider.v1.Spread\"\xaa\x01\n\tDraftCost\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x15\n\rnum_proposals\x18\x02 \x01(\r\x12)\n\x0cms_per_token\x18\x03 \x01(\x0b\x32\x13.outrider.v1.Spread\x12,\n\x0fms_per_proposal\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Spread\x12\x1b\n\x13tokens_per_proposal\x18\x05 \x01(\x01\x32\xc6\x02\n\x0c\x41\x64minService\x12\x41\n\x06Status\x12\x1a.outrider.v1.StatusRequest\x1a\x1b.outrider.v1.StatusResponse\x12P\n\x0bGetSettings\x12\x1f.outrider.v1.GetSettingsRequest\x1a .outrider.v1.GetSettingsResponse\x12Y\n\x0eUpdateSettings\x12\".outrider.v1.UpdateSettingsRequest\x1a#.outrider.v1.UpdateSettingsResponse\x12\x46\n\x07Profile\x12\x1b.outrider.v1.ProfileRequest\x1a\x1c.outrider.v1.ProfileResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/admin.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x0f\n\rStatusRequest\"\xfa\x01\n\x0eStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12(\n\x06groups\x18\x03 \x03(\x0b\x32\x18.outrider.v1.GroupStatus\x12(\n\x06\x64rafts\x18\x04 \x03(\x0b\x32\x18.outrider.v1.DraftStatus\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12+\n\x08settings\x18\x07 \x01(\x0b\x32\x19.outrider.v1.LiveSettings\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\x10\n\x08http_url\x18\t \x01(\t\"\x8f\x04\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x16\n\x0eleader_address\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x07 \x01(\r\x12&\n\x05ranks\x18\x08 \x03(\x0b\x32\x17.outrider.v1.RankStatus\x12\x17\n\x0fkv_blocks_total\x18\t \x01(\r\x12\x16\n\x0ekv_blocks_free\x18\n \x01(\r\x12\r\n\x05steps\x18\x0b \x01(\x04\x12\x15\n\rrow_invariant\x18\x0c \x01(\x08\x12\x30\n\rstep_overhead\x18\r \x01(\x0b\x32\x19.outrider.v1.StepOverhead\x12#\n\x1bprefix_cache_queried_tokens\x18\x0e \x01(\x04\x12\x1f\n\x17prefix_cache_hit_tokens\x18\x0f \x01(\x04\x12\x1b\n\x13lookup_draft_tokens\x18\x10 \x01(\x04\x12\x1e\n\x16lookup_accepted_tokens\x18\x11 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x12 \x01(\x04\x12\x33\n\x0bspeculation\x18\x13 \x01(\x0b\x32\x1e.outrider.v1.SpeculationStatus\"\x93\x01\n\x11SpeculationStatus\x12\r\n\x05level\x18\x01 \x01(\t\x12\x17\n\x0fpaused_for_load\x18\x02 \x01(\x08\x12\x13\n\x0bnum_streams\x18\x03 \x01(\r\x12\x15\n\rplain_goodput\x18\x04 \x01(\x01\x12\x14\n\x0chalf_goodput\x18\x05 \x01(\x01\x12\x14\n\x0c\x66ull_goodput\x18\x06 \x01(\x01\"\xa2\x01\n\x0cStepOverhead\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12+\n\x0boverhead_ms\x18\x02 \x01(\x0b\x32\x16.outrider.v1.Quantiles\x12\'\n\x07plan_ms\x18\x03 \x01(\x0b\x32\x16.outrider.v1.Quantiles\x12)\n\tverify_ms\x18\x04 \x01(\x0b\x32\x16.outrider.v1.Quantiles\"%\n\tQuantiles\x12\x0b\n\x03p50\x18\x01 \x01(\x01\x12\x0b\n\x03p99\x18\x02 \x01(\x01\"Q\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x1a\n\x12\x63ommitted_checksum\x18\x04 \x01(\x06\"\xeb\x01\n\x0b\x44raftStatus\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x05 \x01(\t\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x13\n\x0bproposal_ms\x18\x07 \x01(\x01\x12\x18\n\x10num_draft_tokens\x18\x08 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\x04\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x0c\n\x04node\x18\x0b \x01(\t\x12\x11\n\tplacement\x18\x0c \x01(\t\"\x89\x01\n\x0cLiveSettings\x12#\n\x16num_speculative_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12,\n\x08verifier\x18\x02 \x01(\x0e\x32\x15.outrider.v1.VerifierH\x01\x88\x01\x01\x42\x19\n\x17_num_speculative_tokensB\x0b\n\t_verifier\"\x14\n\x12GetSettingsRequest\"B\n\x13GetSettingsResponse\x12+\n\x08settings\x18\x01 \x01(\x0b\x32\x19.outrider.v1.LiveSettings\"D\n\x15UpdateSettingsRequest\x12+\n\x08settings\x18\x01 \x01(\x0b\x32\x19.outrider.v1.LiveSettings\"E\n\x16UpdateSettingsResponse\x12+\n\x08settings\x18\x01 \x01(\x0b\x32\x19.outrider.v1.LiveSettings\"\x87\x01\n\x0eProfileRequest\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x10\n\x08\x63ontexts\x18\x02 \x03(\r\x12\x15\n\rnum_sequences\x18\x03 \x03(\r\x12\x10\n\x08num_runs\x18\x04 \x01(\r\x12\x1a\n\rnum_proposals\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_num_proposals\"z\n\x0fProfileResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.outrider.v1.ProfileProgressH\x00\x12,\n\x06result\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.ProfileResultH\x00\x42\x07\n\x05\x65vent\"=\n\x0fProfileProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\x12\r\n\x05stage\x18\x03 \x01(\t\"\xcd\x01\n\rProfileResult\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\r\x12%\n\x06passes\x18\x06 \x03(\x0b\x32\x15.outrider.v1.PassCost\x12&\n\x06\x64rafts\x18\x07 \x03(\x0b\x32\x16.outrider.v1.DraftCost\x12\x10\n\x08left_out\x18\x08 \x03(\t\"/\n\x06Spread\x12\x0b\n\x03p50\x18\x01 \x01(\x01\x12\x0b\n\x03min\x18\x02 \x01(\x01\x12\x0b\n\x03max\x18\x03 \x01(\x01\"\xf3\x01\n\x08PassCost\x12\x0f\n\x07\x63ontext\x18\x01 \x01(\r\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x10\n\x08num_runs\x18\x04 \x01(\r\x12\'\n\nforward_ms\x18\x05 \x01(\x0b\x32\x13.outrider.v1.Spread\x12(\n\x0boverhead_ms\x18\x06 \x01(\x0b\x32\x13.outrider.v1.Spread\x12$\n\x07plan_ms\x18\x07 \x01(\x0b\x32\x13.outrider.v1.Spread\x12&\n\tverify_ms\x18\x08 \x01(\x0b\x32\x13.outrider.v1.Spread\"\xaa\x01\n\tDraftCost\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x15\n\rnum_proposals\x18\x02 \x01(\r\x12)\n\x0cms_per_token\x18\x03 \x01(\x0b\x32\x13.outrider.v1.Spread\x12,\n\x0fms_per_proposal\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Spread\x12\x1b\n\x13tokens_per_proposal\x18\x05 \x01(\x01\x32\xc6\x02\n\x0c\x41\x64minService\x12\x41\n\x06Status\x12\x1a.outrider.v1.StatusRequest\x1a\x1b.outrider.v1.StatusResponse\x12P\n\x0bGetSettings\x12\x1f.outrider.v1.GetSettingsRequest\x1a .outrider.v1.GetSettingsResponse\x12Y\n\x0eUpdateSettings\x12\".outrider.v1.UpdateSettingsRequest\x1a#.outrider.v1.UpdateSettingsResponse\x12\x46\n\x07Profile\x12\x1b.outrider.v1.ProfileRequest\x1a\x1c.outrider.v1.ProfileResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,39 +37,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSRESPONSE']._serialized_start=84
   _globals['_STATUSRESPONSE']._serialized_end=334
   _globals['_GROUPSTATUS']._serialized_start=337
-  _globals['_GROUPSTATUS']._serialized_end=811
-  _globals['_STEPOVERHEAD']._serialized_start=814
-  _globals['_STEPOVERHEAD']._serialized_end=976
-  _globals['_QUANTILES']._serialized_start=978
-  _globals['_QUANTILES']._serialized_end=1015
-  _globals['_RANKSTATUS']._serialized_start=1017
-  _globals['_RANKSTATUS']._serialized_end=1098
-  _globals['_DRAFTSTATUS']._serialized_start=1101
-  _globals['_DRAFTSTATUS']._serialized_end=1336
-  _globals['_LIVESETTINGS']._serialized_start=1339
-  _globals['_LIVESETTINGS']._serialized_end=1476
-  _globals['_GETSETTINGSREQUEST']._serialized_start=1478
-  _globals['_GETSETTINGSREQUEST']._serialized_end=1498
-  _globals['_GETSETTINGSRESPONSE']._serialized_start=1500
-  _globals['_GETSETTINGSRESPONSE']._serialized_end=1566
-  _globals['_UPDATESETTINGSREQUEST']._serialized_start=1568
-  _globals['_UPDATESETTINGSREQUEST']._serialized_end=1636
-  _globals['_UPDATESETTINGSRESPONSE']._serialized_start=1638
-  _globals['_UPDATESETTINGSRESPONSE']._serialized_end=1707
-  _globals['_PROFILEREQUEST']._serialized_start=1710
-  _globals['_PROFILEREQUEST']._serialized_end=1845
-  _globals['_PROFILERESPONSE']._serialized_start=1847
-  _globals['_PROFILERESPONSE']._serialized_end=1969
-  _globals['_PROFILEPROGRESS']._serialized_start=1971
-  _globals['_PROFILEPROGRESS']._serialized_end=2032
-  _globals['_PROFILERESULT']._serialized_start=2035
-  _globals['_PROFILERESULT']._serialized_end=2240
-  _globals['_SPREAD']._serialized_start=2242
-  _globals['_SPREAD']._serialized_end=2289
-  _globals['_PASSCOST']._serialized_start=2292
-  _globals['_PASSCOST']._serialized_end=2535
-  _globals['_DRAFTCOST']._serialized_start=2538
-  _globals['_DRAFTCOST']._serialized_end=2708
-  _globals['_ADMINSERVICE']._serialized_start=2711
-  _globals['_ADMINSERVICE']._serialized_end=3037
+  _globals['_GROUPSTATUS']._serialized_end=864
+  _globals['_SPECULATIONSTATUS']._serialized_start=867
+  _globals['_SPECULATIONSTATUS']._serialized_end=1014
+  _globals['_STEPOVERHEAD']._serialized_start=1017
+  _globals['_STEPOVERHEAD']._serialized_end=1179
+  _globals['_QUANTILES']._serialized_start=1181
+  _globals['_QUANTILES']._serialized_end=1218
+  _globals['_RANKSTATUS']._serialized_start=1220
+  _globals['_RANKSTATUS']._serialized_end=1301
+  _globals['_DRAFTSTATUS']._serialized_start=1304
+  _globals['_DRAFTSTATUS']._serialized_end=1539
+  _globals['_LIVESETTINGS']._serialized_start=1542
+  _globals['_LIVESETTINGS']._serialized_end=1679
+  _globals['_GETSETTINGSREQUEST']._serialized_start=1681
+  _globals['_GETSETTINGSREQUEST']._serialized_end=1701
+  _globals['_GETSETTINGSRESPONSE']._serialized_start=1703
+  _globals['_GETSETTINGSRESPONSE']._serialized_end=1769
+  _globals['_UPDATESETTINGSREQUEST']._serialized_start=1771
+  _globals['_UPDATESETTINGSREQUEST']._serialized_end=1839
+  _globals['_UPDATESETTINGSRESPONSE']._serialized_start=1841
+  _globals['_UPDATESETTINGSRESPONSE']._serialized_end=1910
+  _globals['_PROFILEREQUEST']._serialized_start=1913
+  _globals['_PROFILEREQUEST']._serialized_end=2048
+  _globals['_PROFILERESPONSE']._serialized_start=2050
+  _globals['_PROFILERESPONSE']._serialized_end=2172
+  _globals['_PROFILEPROGRESS']._serialized_start=2174
+  _globals['_PROFILEPROGRESS']._serialized_end=2235
+  _globals['_PROFILERESULT']._serialized_start=2238
+  _globals['_PROFILERESULT']._serialized_end=2443
+  _globals['_SPREAD']._serialized_start=2445
+  _globals['_SPREAD']._serialized_end=2492
+  _globals['_PASSCOST']._serialized_start=2495
+  _globals['_PASSCOST']._serialized_end=2738
+  _globals['_DRAFTCOST']._serialized_start=2741
+  _globals['_DRAFTCOST']._serialized_end=2911
+  _globals['_ADMINSERVICE']._serialized_start=2914
+  _globals['_ADMINSERVICE']._serialized_end=3240
 # @@protoc_insertion_point(module_scope)

@@ -103,6 +103,7 @@ class GroupStatus(_message.Message):
     LOOKUP_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     LOOKUP_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     epoch: _builtins.int
     state: _builtins.str
@@ -126,6 +127,8 @@ class GroupStatus(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
     @_builtins.property
     def step_overhead(self) -> Global___StepOverhead: ...
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationStatus: ...
     def __init__(
         self,
         *,
@@ -147,14 +150,54 @@ class GroupStatus(_message.Message):
         lookup_draft_tokens: _builtins.int = ...,
         lookup_accepted_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        speculation: Global___SpeculationStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["step_overhead", b"step_overhead"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "step_overhead", b"step_overhead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "leader_address", b"leader_address", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_draft_tokens", b"lookup_draft_tokens", "model", b"model", "preemptions", b"preemptions", "prefix_cache_hit_tokens", b"prefix_cache_hit_tokens", "prefix_cache_queried_tokens", b"prefix_cache_queried_tokens", "ranks", b"ranks", "row_invariant", b"row_invariant", "state", b"state", "step_overhead", b"step_overhead", "steps", b"steps", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "leader_address", b"leader_address", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_draft_tokens", b"lookup_draft_tokens", "model", b"model", "preemptions", b"preemptions", "prefix_cache_hit_tokens", b"prefix_cache_hit_tokens", "prefix_cache_queried_tokens", b"prefix_cache_queried_tokens", "ranks", b"ranks", "row_invariant", b"row_invariant", "speculation", b"speculation", "state", b"state", "step_overhead", b"step_overhead", "steps", b"steps", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class SpeculationStatus(_message.Message):
+    """How much is speculated at the present load, and why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    PAUSED_FOR_LOAD_FIELD_NUMBER: _builtins.int
+    NUM_STREAMS_FIELD_NUMBER: _builtins.int
+    PLAIN_GOODPUT_FIELD_NUMBER: _builtins.int
+    HALF_GOODPUT_FIELD_NUMBER: _builtins.int
+    FULL_GOODPUT_FIELD_NUMBER: _builtins.int
+    level: _builtins.str
+    """What holds now: "full" proposals, "half" of their tokens, or none ("plain")."""
+    paused_for_load: _builtins.bool
+    """Whether that is none since plain decoding is faster at this load; trials of speculation do not count."""
+    num_streams: _builtins.int
+    plain_goodput: _builtins.float
+    """Tokens per second of one stream at such a load, as last measured or as predicted. 0: nothing is known."""
+    half_goodput: _builtins.float
+    full_goodput: _builtins.float
+    def __init__(
+        self,
+        *,
+        level: _builtins.str = ...,
+        paused_for_load: _builtins.bool = ...,
+        num_streams: _builtins.int = ...,
+        plain_goodput: _builtins.float = ...,
+        half_goodput: _builtins.float = ...,
+        full_goodput: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_goodput", b"full_goodput", "half_goodput", b"half_goodput", "level", b"level", "num_streams", b"num_streams", "paused_for_load", b"paused_for_load", "plain_goodput", b"plain_goodput"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationStatus: _TypeAlias = SpeculationStatus  # noqa: Y015
 
 @_typing.final
 class StepOverhead(_message.Message):

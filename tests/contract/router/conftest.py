@@ -145,7 +145,7 @@ class World:
         async def proposed(plan: StepPlan) -> None:
             (sequence,) = plan.sequences
             wanted = sequence.kv_len + sequence.num_text_tokens - behind
-            await until(lambda: all(length >= wanted for length in draft.answered.values()), "the draft proposes")
+            await until(lambda: all(draft.is_done(session, wanted) for session in draft.answered), "the draft proposes")
 
         target.before_step = proposed
 

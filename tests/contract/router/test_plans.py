@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,7 +78,9 @@ class Traffic:
     def add(self, request_id: str, now: float) -> None:
         prompt = tuple(self.random.randrange(50) for _ in range(self.random.randrange(1, 40)))
         max_tokens = self.random.randrange(1, 20)
-        self.scheduler.add(NewRequest(request_id, 1, prompt, self.random.choice(SAMPLINGS), max_tokens), now)
+        request = NewRequest(request_id, 1, prompt, self.random.choice(SAMPLINGS), max_tokens)
+        # A number of its own is taken at any load.
+        self.scheduler.add(replace(request, num_speculative_tokens=self.random.choice([None, 4])), now)
 
     def proposal(self, text: list[int], count: int) -> Proposal:
         tokens = tuple(self.random.randrange(50) for _ in range(self.random.randint(1, count)))

@@ -60,3 +60,16 @@ def test_costs_and_savings_are_shown() -> None:
         "  prefix cache: 96 of 128 tokens found; 2 preemptions",
     ]
     assert lines(lookup_accepted_tokens=3, lookup_draft_tokens=4) == ["  lookup: 3 of 4 tokens accepted"]
+
+
+def test_speculation_that_gave_way_is_told_with_its_reason() -> None:
+    at_rest = {"level": "full", "paused_for_load": False, "num_streams": 1}
+    known = {"plain_goodput": 7.5, "half_goodput": 0.0, "full_goodput": 5.25}
+    assert lines(speculation={**at_rest, **known}) == []
+    assert lines(speculation={"level": "plain", "paused_for_load": True, "num_streams": 8, **known}) == [
+        "  speculation at 8 streams: paused; tokens/s of each: 7.50 without, 5.25 with all"
+    ]
+    assert lines(speculation={**at_rest, "level": "half", **known, "half_goodput": 8.0}) == [
+        "  speculation at 1 streams: half of the tokens; tokens/s of each: "
+        "7.50 without, 8.00 with half of the tokens, 5.25 with all"
+    ]

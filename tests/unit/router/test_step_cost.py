@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from outrider.router.settings import SchedulerSettings
 from outrider.router.step_cost import (
     MIN_PROMPT_ROWS,
+    MIXED_KEPT,
+    NOTABLE_SLOWDOWN,
+    CostsApart,
     StepCosts,
     most_prompt_rows,
     observed,
     rows_within,
+    seconds_like,
     seconds_of,
+    seconds_within,
     typical,
 )
 
@@ -206,3 +211,43 @@ def test_rows_that_cost_more_the_deeper_they_are(toy) -> None:
     plain, mixed = enter(toy, 2000, SchedulerSettings(), cost)
     assert max(mixed) <= 2.3 * max(plain)
     assert mixed[-10] > 1.6 * max(plain)
+
+
+def test_fewer_rows_than_were_ever_seen_may_take_less() -> None:
+    line = [(40.0, 0.24), (160.0, 0.6)]
+    assert seconds_of(line, 8) == 0.24
+    assert seconds_within(line, 8) == pytest.approx(0.24 - 32 * 0.003)
+    assert seconds_within([(40.0, 0.2), (44.0, 0.4)], 8) == 0.1  # half at least: so near, a slope may be noise
+    assert seconds_within(line, 40) == 0.24
+    assert seconds_within(line, 100) == seconds_of(line, 100)
+    assert seconds_within([(40.0, 0.24)], 8) == 0.24
+
+
+def test_only_steps_of_about_the_same_size_are_compared() -> None:
+    costs = observed(StepCosts(), 8, 0.1, has_prompt=False)
+    assert seconds_like(costs, 3) is None
+    assert seconds_like(costs, 4) == seconds_like(costs, 8) == 0.1
+    assert seconds_like(costs, 16) == pytest.approx(0.2)
+    assert seconds_like(costs, 17) is None
+
+
+@pytest.mark.parametrize(("slowdown", "is_slowed"), [(1.0, False), (NOTABLE_SLOWDOWN - 0.05, False), (1.6, True)])
+@pytest.mark.parametrize("alone_first", [True, False])
+def test_steps_beside_drafts_are_compared_with_steps_alone(slowdown: float, is_slowed, alone_first: bool) -> None:
+    apart = CostsApart()
+    for beside in (not alone_first, alone_first):
+        assert apart.slowdown is None
+        apart = apart.took(100, 0.5 * (slowdown if beside else 1.0), has_prompt=True, beside=beside)
+    assert apart.slowdown == pytest.approx(slowdown)
+    assert apart.is_slowed == is_slowed
+    other = apart.took(5, 9.0, has_prompt=False, beside=True)  # nothing like it was seen alone
+    assert other.slowdown == apart.slowdown
+
+
+def test_how_long_prompts_take_alone_is_to_be_found_out_but_not_for_ever() -> None:
+    apart = CostsApart()
+    assert not apart.is_alone_unknown
+    for count in range(1, MIXED_KEPT + 2):
+        apart = apart.took(100, 0.5, has_prompt=True, beside=True)
+        assert apart.is_alone_unknown == (count < MIXED_KEPT)
+    assert not CostsApart().took(9, 0.5, has_prompt=True, beside=False).is_alone_unknown
