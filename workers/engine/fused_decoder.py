@@ -33,6 +33,7 @@ class FusedDecoder(nn.Module):
         self.embed_tokens = embedding
         self.rotary_emb = rotary
         self.layers = nn.ModuleList(blocks)
+        self._blocks = blocks
         self.norm = norm
         windows = {block.attention.shape.sliding_window for block in blocks} - {None}
         self._sliding_window = min(windows, default=None)  # type: ignore[type-var]
@@ -43,7 +44,7 @@ class FusedDecoder(nn.Module):
     def blocks_changed(self) -> None:
         """Take the blocks as they are now."""
         if not any(isinstance(module, RowParallelLinear) for module in self.modules()):
-            blocks = [block.native for block in self.layers]  # type: ignore[operator]
+            blocks = [block.native for block in self._blocks]
             self._stack = self.norm.kernels.stack(blocks, self.norm.native)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> DecoderOutput:

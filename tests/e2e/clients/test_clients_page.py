@@ -36,6 +36,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 GRPC_ADDRESS, HTTP_ADDRESS = "127.0.0.1:7070", "127.0.0.1:8000"  # of the pages
 KEY = "one-of-the-keys"
 TIMEOUT_S = 60.0
+TRIES = 8
 
 
 def blocks(language: str, *pages: Path) -> list[str]:
@@ -105,7 +106,8 @@ def run_curl(command: str) -> subprocess.CompletedProcess[str]:
 @each("python", blocks("python"))
 def test_python(cluster: Cluster, text: str) -> None:
     program = placed(text, cluster)
-    assert run_python(program).strip()
+    # A text that is drawn may end before it says anything; programs of a page name no seed.
+    assert any(run_python(program).strip() for _ in range(TRIES))
     with pytest.raises(TypeError):  # so a name that is none would be noticed
         run_python(program.replace("max_tokens=", "max_token="))
 

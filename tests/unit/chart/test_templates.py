@@ -44,7 +44,13 @@ def test_the_program_takes_the_settings(profile: str | None) -> None:
 def test_every_value_of_an_engine_arrives() -> None:
     mine = {
         **{"dtype": "float32", "device": "cpu", "quantization": "int8", "quantizationGroupSize": 64},
-        **{"activationDtype": "bfloat16", "kvCacheDtype": "bfloat16", "maxModelLen": 4096, "blockSize": 32, "numKvBlocks": 100},
+        **{
+            "activationDtype": "bfloat16",
+            "kvCacheDtype": "bfloat16",
+            "maxModelLen": 4096,
+            "blockSize": 32,
+            "numKvBlocks": 100,
+        },
         **{"maxNumBatchedTokens": 512, "maxNumSeqs": 32, "numThreads": 3},
     }
     draft = {"name": "a", "model": "/m/draft", "topM": 32, "maxNumTokens": 8, "replicas": 2}
