@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -60,6 +61,13 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def reason_of(error: Exception) -> str:
+    """One line: what the compiler found first, where it ran; its command comes before that and fills pages."""
+    lines = str(error).splitlines()
+    found = next((line for line in lines if "error:" in line), str(error))
+    return " ".join(found.split())[:300]
+
+
 @functools.cache
 def build_module() -> ModuleType | None:
     """Compile or load the kernels. None where this machine cannot have them; the reason is logged, once."""
@@ -75,9 +83,8 @@ def build_module() -> ModuleType | None:
     try:
         with build_place(name):
             module: ModuleType = load(name, [str(HERE / "ops.cpp")], extra_cflags=list(FLAGS), verbose=False)
-    except (RuntimeError, OSError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        logger.warning("no compiled CPU kernels, torch's take their place: %s", reason)
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        logger.warning("no compiled CPU kernels, torch's take their place: %s", reason_of(error))
         return None
     if not module.instruction_sets():
         logger.warning("no compiled CPU kernels, torch's take their place: the processor lacks AVX2")
