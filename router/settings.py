@@ -28,7 +28,7 @@ class SchedulerSettings:
     num_speculative_tokens: int = 4
     lookup_lengths: tuple[int, int] | None = None
     enable_prefix_caching: bool = True
-    max_prefill_slowdown: float = 2.0
+    max_prefill_slowdown: float = 1.75
     plan_ahead: bool = False
     adapt_to_load: bool = True
 
