@@ -143,14 +143,15 @@ def cpu(rows: float) -> float:
 
 
 def test_a_long_prompt_does_not_stall_streams(toy) -> None:
-    plain, mixed = enter(toy, 2000, SchedulerSettings(), cpu)
+    plain, mixed = enter(toy, 2000, SchedulerSettings(max_prefill_slowdown=2.0), cpu)
     assert max(mixed) <= 2.1 * max(plain)
     assert len(mixed) <= 60  # 52 rows would fit into every step
 
 
 @pytest.mark.parametrize(("num_streams", "num_prompts"), [(1, 7), (2, 6), (6, 2)])
 def test_many_prompts_do_not_wait_for_a_few_streams(toy, num_streams: int, num_prompts: int) -> None:
-    world = toy.World(toy.group_info(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=512))
+    info = toy.group_info(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=512)
+    world = toy.World(info, SchedulerSettings(max_prefill_slowdown=2.0))
     for index in range(num_streams):
         world.add(f"s{index}", [index, 1, 2], max_tokens=300)
 
