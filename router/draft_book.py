@@ -87,11 +87,10 @@ class DraftBook:
                 self._open(request, min(able, key=lambda draft: len(draft.sessions)), now)
 
     def _open(self, request: Request, draft: Draft, now: float) -> None:
-        session = DraftSession(
-            self._next_session_id, draft.facts.draft_id, request, latency=draft.latency, num_told=len(request.text)
-        )
+        session = DraftSession(self._next_session_id, draft.facts.draft_id, request, num_told=len(request.text))
         self._next_session_id += 1
         draft.sessions[session.session_id] = session
+        session.latency = draft.latency  # among as many as they are with this one
         request.session = session
         num_tokens = self._num_tokens(session, draft.facts, session.lag_tokens)
         if num_tokens and request.num_missing == 1:  # nothing will be told before this proposal is due
