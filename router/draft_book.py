@@ -93,8 +93,10 @@ class DraftBook:
         session.latency = draft.latency  # among as many as they are with this one
         request.session = session
         num_tokens = self._num_tokens(session, draft.facts, session.lag_tokens)
-        if num_tokens and request.num_missing == 1:  # nothing will be told before this proposal is due
-            session.expected_since = session.told[len(request.text)] = now
+        if request.num_missing == 1:  # the target has the text already
+            session.state = SessionState.CATCHING_UP
+            if num_tokens:  # nothing will be told before this proposal is due
+                session.expected_since = session.told[len(request.text)] = now
         self._outbox.append(
             DraftOpen(
                 draft_id=session.draft_id,
@@ -192,7 +194,7 @@ class DraftBook:
         """
         told_at = session.told.get(base_len)
         session.told = {length: at for length, at in session.told.items() if length > base_len}
-        resumed = session.state is SessionState.RESUMING
+        caught_up = session.state is SessionState.CATCHING_UP
         if session.state is not SessionState.DRAFTING:  # it had to catch up: not what to expect from now on
             session.state = SessionState.DRAFTING
         elif told_at is not None:
@@ -205,7 +207,7 @@ class DraftBook:
         if not session.told:
             session.expected_since = None
         session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)
-        if resumed:
+        if caught_up:
             return
         if in_flight:
             session.unmeasured_base = base_len
@@ -232,7 +234,7 @@ class DraftBook:
 
     def _is_overdue(self, session: DraftSession, now: float) -> bool:
         slowest_s = session.latency.slowest_s
-        if session.expected_since is None or slowest_s is None or session.state is SessionState.RESUMING:
+        if session.expected_since is None or slowest_s is None or session.state is SessionState.CATCHING_UP:
             return False
         return now - session.expected_since >= give_up_after(slowest_s)
 

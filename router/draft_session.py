@@ -15,7 +15,7 @@ class SessionState(enum.Enum):
     """A request without a session has none yet, lost it, or found no draft that can serve it."""
 
     OPENING = "opening"  # the draft catches up with the text; how long that takes says nothing of later proposals
-    RESUMING = "resuming"  # likewise, after a rest; nobody waits for it
+    CATCHING_UP = "catching up"  # likewise, while the target is done with the text; nobody waits for it
     DRAFTING = "drafting"
 
 
@@ -52,7 +52,7 @@ class DraftSession:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the draft should have caught up with the text: it had as long as the target for the prompt."""
+        """Whether the draft should have caught up with the text: it had as long as the target, if both began then."""
         return self.state is SessionState.DRAFTING or (self.state is SessionState.OPENING and bool(self.told))
 
     @property
@@ -87,7 +87,7 @@ class Draft:
 def rest_or_resume(session: DraftSession, num_tokens: int) -> None:
     """What asking for nothing, or for something again, means for a session."""
     if session.is_resting and num_tokens:
-        session.state = SessionState.RESUMING
+        session.state = SessionState.CATCHING_UP
         session.is_prompt = True
     if not num_tokens:
         session.told = {}

@@ -1,0 +1,68 @@
+"""Sessions of drafts that have a text to catch up with, in simulated time."""
+
+from __future__ import annotations
+
+from outrider.router.draft_session import DraftSession, SessionState
+from outrider.router.goodput import Level
+from outrider.router.policy import Pace
+
+STEP_S = 1.0
+
+
+class Stream:
+    """One request, and a draft that proposes when it is told to; about as long as a step for each proposal."""
+
+    def __init__(self, toy) -> None:
+        self.world = toy.World(toy.group_info(max_model_len=2000, num_blocks=2000))
+        self.draft = self.world.join("a", max_model_len=2000)
+        self.book = self.world.scheduler._books.drafts
+
+    @property
+    def session(self) -> DraftSession:
+        (session,) = self.book.drafts["a"].sessions.values()
+        return session
+
+    def round(self) -> bool:
+        """A step of its own right after the last; False where it is held back."""
+        if self.world.start() is None:
+            return False
+        self.world.now += STEP_S
+        self.world.finish()
+        return True
+
+    def prepare(self) -> object:
+        """The proposal that the draft was asked for last, to be sent now or later."""
+        (session_id,) = self.draft.texts
+        assert self.draft.asked[session_id]
+        return session_id, self.draft.propose(self.draft.texts[session_id], self.draft.asked[session_id])
+
+    def send(self, prepared: tuple) -> None:
+        self.world.scheduler.draft_proposed("a", *prepared, self.world.now)
+
+
+def opened_behind_the_target(toy) -> Stream:
+    """A draft that is known to be quick got the text when the target was done with it."""
+    stream = Stream(toy)
+    stream.world.leave("a")
+    stream.world.add("r", [1, 7, 7])
+    for _ in range(3):
+        assert stream.round()
+    stream.draft = stream.world.join("a", max_model_len=2000)
+    stream.book.drafts["a"].latencies.took(1, 0.1, beside=False)
+    assert stream.world.start() is not None
+    return stream
+
+
+def test_a_draft_that_got_a_text_late_is_not_waited_for_until_it_has_it(toy) -> None:
+    stream = opened_behind_the_target(toy)
+    assert stream.session.latency == Pace(alone_s=0.1)
+    stream.world.now += STEP_S
+    stream.world.finish()
+    for _ in range(8):  # as long as it takes in the text
+        assert stream.book.is_any_at_work, "steps beside it would be taken for steps alone"
+        assert stream.round()
+    stream.send(stream.prepare())
+    assert stream.session.state is SessionState.DRAFTING
+    assert stream.session.latency == Pace(alone_s=0.1)  # how long it took to catch up says nothing
+    assert stream.round()
+    assert stream.world.start() is None, "it has the text now"
