@@ -192,6 +192,8 @@ class DraftBook:
             in_flight: whether a step runs that may write for the request.
             last_step: until when a step of whatever requests ran: ``now`` where one runs.
         """
+        if base_len < session.needed_len:
+            return
         told_at = session.told.get(base_len)
         session.told = {length: at for length, at in session.told.items() if length > base_len}
         caught_up = session.state is SessionState.CATCHING_UP

@@ -28,6 +28,8 @@ class DraftSession:
         expected_since: when the draft was last asked for tokens that have not come, or None.
         latency: time from a commit to its proposal, with no step running meanwhile and beside one.
         lag_tokens: averaged number of tokens committed between a proposal's base and its first possible use.
+        needed_len: length of the text when it was last to catch up; what it proposes behind less of it was asked for
+            before it rested.
         is_prompt: whether its last proposal was not overdue; only then is it waited for.
         is_waited_for: whether the step after its last commit was to wait for its proposal.
         unmeasured_base: base of a proposal that came during a step, whose lag is known once the step is over.
@@ -44,6 +46,7 @@ class DraftSession:
     expected_since: float | None = None
     latency: Pace = field(default_factory=Pace)
     lag_tokens: float = 0.0
+    needed_len: int = 0
     is_prompt: bool = True
     is_waited_for: bool = False
     unmeasured_base: int | None = None
@@ -88,6 +91,7 @@ def rest_or_resume(session: DraftSession, num_tokens: int) -> None:
     """What asking for nothing, or for something again, means for a session."""
     if session.is_resting and num_tokens:
         session.state = SessionState.CATCHING_UP
+        session.needed_len = len(session.request.text)
         session.is_prompt = True
     if not num_tokens:
         session.told = {}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from outrider.router.draft_session import DraftSession, SessionState
-from outrider.router.goodput import Level
-from outrider.router.policy import Pace
+from outrider.router.policy import Pace, Throttle
 
 STEP_S = 1.0
 
@@ -16,6 +15,8 @@ class Stream:
         self.world = toy.World(toy.group_info(max_model_len=2000, num_blocks=2000))
         self.draft = self.world.join("a", max_model_len=2000)
         self.book = self.world.scheduler._books.drafts
+
+        self.stale: tuple | None = None
 
     @property
     def session(self) -> DraftSession:
@@ -30,7 +31,7 @@ class Stream:
         self.world.finish()
         return True
 
-    def prepare(self) -> object:
+    def prepare(self) -> tuple:
         """The proposal that the draft was asked for last, to be sent now or later."""
         (session_id,) = self.draft.texts
         assert self.draft.asked[session_id]
@@ -44,18 +45,17 @@ def opened_behind_the_target(toy) -> Stream:
     """A draft that is known to be quick got the text when the target was done with it."""
     stream = Stream(toy)
     stream.world.leave("a")
-    stream.world.add("r", [1, 7, 7])
+    stream.world.add("r", [1, 7, 7], num_speculative_tokens=4)
     for _ in range(3):
         assert stream.round()
     stream.draft = stream.world.join("a", max_model_len=2000)
-    stream.book.drafts["a"].latencies.took(1, 0.1, beside=False)
+    stream.session.latency = Pace(alone_s=0.1)
     assert stream.world.start() is not None
     return stream
 
 
 def test_a_draft_that_got_a_text_late_is_not_waited_for_until_it_has_it(toy) -> None:
     stream = opened_behind_the_target(toy)
-    assert stream.session.latency == Pace(alone_s=0.1)
     stream.world.now += STEP_S
     stream.world.finish()
     for _ in range(8):  # as long as it takes in the text
@@ -66,3 +66,37 @@ def test_a_draft_that_got_a_text_late_is_not_waited_for_until_it_has_it(toy) -> 
     assert stream.session.latency == Pace(alone_s=0.1)  # how long it took to catch up says nothing
     assert stream.round()
     assert stream.world.start() is None, "it has the text now"
+
+
+def rested(toy) -> Stream:
+    """A draft that is known to be quick was told to rest and then to go on; it was at a proposal when it was to rest."""
+    stream = Stream(toy)
+    stream.world.add("r", [1, 7, 7], num_speculative_tokens=4)
+    for _ in range(4):
+        assert stream.round()
+        stream.world.now += 0.1
+        stream.send(stream.prepare())
+    assert stream.session.latency.alone_s is not None
+    assert stream.round()
+    stream.stale = stream.prepare()
+    stream.world.now += STEP_S  # nobody waits longer
+    stream.session.request.throttle = Throttle(pause=3)
+    assert stream.round()
+    assert stream.session.is_resting
+    for _ in range(4):
+        if stream.session.is_resting:
+            assert stream.round()
+    assert not stream.session.is_resting
+    return stream
+
+
+def test_a_proposal_from_before_a_rest_does_not_tell_that_a_draft_has_caught_up(toy) -> None:
+    stream = rested(toy)
+    latency, last = stream.session.latency, stream.book.drafts["a"].latencies.last
+    stream.send(stream.stale)
+    assert not stream.session.is_ready
+    assert stream.round(), "it was not waited for"
+    stream.world.now += 2 * STEP_S
+    stream.send(stream.prepare())
+    assert stream.session.is_ready
+    assert (stream.session.latency, stream.book.drafts["a"].latencies.last) == (latency, last)
