@@ -26,6 +26,7 @@ class DraftSession:
     Attributes:
         told: for each length of the text that the draft was told and may still answer, the time of telling.
         expected_since: when the draft was last asked for tokens that have not come, or None.
+        silent_since: since when nothing came, while it was asked for tokens, or None.
         latency: time from a commit to its proposal, with no step running meanwhile and beside one.
         lag_tokens: averaged number of tokens committed between a proposal's base and its first possible use.
         needed_len: length of the text when it was last to catch up; what it proposes behind less of it was asked for
@@ -44,6 +45,7 @@ class DraftSession:
     state: SessionState = SessionState.OPENING
     told: dict[int, float] = field(default_factory=dict)
     expected_since: float | None = None
+    silent_since: float | None = None
     latency: Pace = field(default_factory=Pace)
     lag_tokens: float = 0.0
     needed_len: int = 0
@@ -94,7 +96,7 @@ def rest_or_resume(session: DraftSession, num_tokens: int) -> None:
         session.needed_len = len(session.request.text)
         session.is_prompt = True
     if not num_tokens:
-        session.told = {}
+        session.told, session.silent_since = {}, None
     session.is_resting = not num_tokens
 
 

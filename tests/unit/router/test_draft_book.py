@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from outrider.router.draft_book import LONGEST_SILENCE_S, LONGEST_SILENCE_TOKEN_S
 from outrider.router.draft_session import DraftSession, SessionState
 from outrider.router.policy import Pace, Throttle
 
@@ -100,3 +103,28 @@ def test_a_proposal_from_before_a_rest_does_not_tell_that_a_draft_has_caught_up(
     stream.send(stream.prepare())
     assert stream.session.is_ready
     assert (stream.session.latency, stream.book.drafts["a"].latencies.last) == (latency, last)
+
+
+def never_answered(toy) -> Stream:
+    stream = Stream(toy)
+    stream.world.add("r", [1, 7, 7], num_speculative_tokens=4)
+    return stream
+
+
+@pytest.mark.parametrize("begin", [never_answered, opened_behind_the_target, rested])
+def test_a_draft_that_does_not_answer_is_not_at_work_for_ever(toy, begin) -> None:
+    """Or every step would count as one beside drafts."""
+    stream = begin(toy)
+    if stream.world.pending is not None:
+        stream.world.now += STEP_S
+        stream.world.finish()
+    assert stream.round()
+    assert stream.book.is_any_at_work
+    began = stream.world.now
+    longest_s = LONGEST_SILENCE_S + LONGEST_SILENCE_TOKEN_S * stream.session.request.end_len
+    while stream.book.is_any_at_work:
+        assert stream.round()
+        assert stream.world.now - began <= longest_s
+    stream.send(stream.prepare())
+    assert stream.round()
+    assert stream.book.is_any_at_work
