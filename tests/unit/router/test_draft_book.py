@@ -72,7 +72,7 @@ def test_a_draft_that_got_a_text_late_is_not_waited_for_until_it_has_it(toy) -> 
 
 
 def rested(toy) -> Stream:
-    """A draft that is known to be quick was told to rest and then to go on; it was at a proposal when it was to rest."""
+    """A draft that is known to be quick was told to rest while it was at a proposal, and later to go on."""
     stream = Stream(toy)
     stream.world.add("r", [1, 7, 7], num_speculative_tokens=4)
     for _ in range(4):
