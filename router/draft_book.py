@@ -13,6 +13,8 @@ from outrider.router.snapshots import DraftSnapshot
 
 FIRST_RETRY_S = 0.25  # after a draft dropped a session; doubles with each further loss
 LONGEST_RETRY_S = 16.0
+# A draft that says nothing for so long, and so much longer for each token of the text, is not at work on it.
+LONGEST_SILENCE_S, LONGEST_SILENCE_TOKEN_S = 10.0, 0.01
 MAX_TOLD = 64  # unanswered commits whose time is remembered
 
 
@@ -87,15 +89,16 @@ class DraftBook:
                 self._open(request, min(able, key=lambda draft: len(draft.sessions)), now)
 
     def _open(self, request: Request, draft: Draft, now: float) -> None:
-        session = DraftSession(
-            self._next_session_id, draft.facts.draft_id, request, latency=draft.latency, num_told=len(request.text)
-        )
+        session = DraftSession(self._next_session_id, draft.facts.draft_id, request, num_told=len(request.text))
         self._next_session_id += 1
         draft.sessions[session.session_id] = session
+        session.latency = draft.latency  # among as many as they are with this one
         request.session = session
         num_tokens = self._num_tokens(session, draft.facts, session.lag_tokens)
-        if num_tokens and request.num_missing == 1:  # nothing will be told before this proposal is due
-            session.expected_since = session.told[len(request.text)] = now
+        if request.num_missing == 1:  # the target has the text already
+            session.state = SessionState.CATCHING_UP
+            if num_tokens:  # nothing will be told before this proposal is due
+                session.expected_since = session.silent_since = session.told[len(request.text)] = now
         self._outbox.append(
             DraftOpen(
                 draft_id=session.draft_id,
@@ -145,6 +148,7 @@ class DraftBook:
         session.expected_since = now if num_tokens else None
         if num_tokens:
             session.told[len(request.text)] = now
+            session.silent_since = now if session.silent_since is None else session.silent_since
             if len(session.told) > MAX_TOLD:
                 del session.told[next(iter(session.told))]
         self._outbox.append(
@@ -191,9 +195,11 @@ class DraftBook:
             in_flight: whether a step runs that may write for the request.
             last_step: until when a step of whatever requests ran: ``now`` where one runs.
         """
+        if base_len < session.needed_len:
+            return
         told_at = session.told.get(base_len)
         session.told = {length: at for length, at in session.told.items() if length > base_len}
-        resumed = session.state is SessionState.RESUMING
+        caught_up = session.state is SessionState.CATCHING_UP
         if session.state is not SessionState.DRAFTING:  # it had to catch up: not what to expect from now on
             session.state = SessionState.DRAFTING
         elif told_at is not None:
@@ -203,10 +209,11 @@ class DraftBook:
             in_vain = beside and session.is_waited_for
             session.latency = session.latency.took(latency_s, beside=beside, in_vain=in_vain)
             draft.latencies.took(len(draft.sessions), latency_s, beside=beside)
+        session.silent_since = now if session.told else None
         if not session.told:
             session.expected_since = None
         session.is_prompt = session.expected_since is None or not self._is_overdue(session, now)
-        if resumed:
+        if caught_up:
             return
         if in_flight:
             session.unmeasured_base = base_len
@@ -232,9 +239,12 @@ class DraftBook:
         return any(session.is_at_work for draft in self.drafts.values() for session in draft.sessions.values())
 
     def _is_overdue(self, session: DraftSession, now: float) -> bool:
-        slowest_s = session.latency.slowest_s
-        if session.expected_since is None or slowest_s is None or session.state is SessionState.RESUMING:
+        if session.expected_since is None:
             return False
+        slowest_s = session.latency.slowest_s
+        if slowest_s is None or session.state is SessionState.CATCHING_UP:  # who knows how long it takes
+            longest_s = LONGEST_SILENCE_S + LONGEST_SILENCE_TOKEN_S * len(session.request.text)
+            return session.silent_since is not None and now - session.silent_since >= longest_s
         return now - session.expected_since >= give_up_after(slowest_s)
 
     @staticmethod

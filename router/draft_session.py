@@ -15,7 +15,7 @@ class SessionState(enum.Enum):
     """A request without a session has none yet, lost it, or found no draft that can serve it."""
 
     OPENING = "opening"  # the draft catches up with the text; how long that takes says nothing of later proposals
-    RESUMING = "resuming"  # likewise, after a rest; nobody waits for it
+    CATCHING_UP = "catching up"  # likewise, while the target is done with the text; nobody waits for it
     DRAFTING = "drafting"
 
 
@@ -26,8 +26,11 @@ class DraftSession:
     Attributes:
         told: for each length of the text that the draft was told and may still answer, the time of telling.
         expected_since: when the draft was last asked for tokens that have not come, or None.
+        silent_since: since when nothing came, while it was asked for tokens, or None.
         latency: time from a commit to its proposal, with no step running meanwhile and beside one.
         lag_tokens: averaged number of tokens committed between a proposal's base and its first possible use.
+        needed_len: length of the text when it was last to catch up; what it proposes behind less of it was asked for
+            before it rested.
         is_prompt: whether its last proposal was not overdue; only then is it waited for.
         is_waited_for: whether the step after its last commit was to wait for its proposal.
         unmeasured_base: base of a proposal that came during a step, whose lag is known once the step is over.
@@ -42,8 +45,10 @@ class DraftSession:
     state: SessionState = SessionState.OPENING
     told: dict[int, float] = field(default_factory=dict)
     expected_since: float | None = None
+    silent_since: float | None = None
     latency: Pace = field(default_factory=Pace)
     lag_tokens: float = 0.0
+    needed_len: int = 0
     is_prompt: bool = True
     is_waited_for: bool = False
     unmeasured_base: int | None = None
@@ -52,7 +57,7 @@ class DraftSession:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the draft should have caught up with the text: it had as long as the target for the prompt."""
+        """Whether the draft should have caught up with the text: it had as long as the target, if both began then."""
         return self.state is SessionState.DRAFTING or (self.state is SessionState.OPENING and bool(self.told))
 
     @property
@@ -87,10 +92,11 @@ class Draft:
 def rest_or_resume(session: DraftSession, num_tokens: int) -> None:
     """What asking for nothing, or for something again, means for a session."""
     if session.is_resting and num_tokens:
-        session.state = SessionState.RESUMING
+        session.state = SessionState.CATCHING_UP
+        session.needed_len = len(session.request.text)
         session.is_prompt = True
     if not num_tokens:
-        session.told = {}
+        session.told, session.silent_since = {}, None
     session.is_resting = not num_tokens
 
 

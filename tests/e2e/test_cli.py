@@ -153,9 +153,13 @@ def test_a_killed_draft_costs_no_text_and_comes_back(running_cluster: Cluster) -
 
     (new,) = running_cluster.wait_for(another, "another draft")
     assert new["draft_id"] != draft["draft_id"]
-    after = running_cluster.generate(PROMPT, *SAMPLED)
-    assert after["token_ids"] == before["token_ids"]
-    assert after["speculation"]["num_draft_tokens"] > 0
+
+    def is_heard() -> bool:  # nobody waits for a draft that a busy machine makes slow
+        after = running_cluster.generate(PROMPT, *SAMPLED)
+        assert after["token_ids"] == before["token_ids"]
+        return int(after["speculation"]["num_draft_tokens"]) > 0
+
+    running_cluster.wait_for(is_heard, "a proposal of the new draft")
 
 
 @pytest.mark.parametrize("rank", [1, 0])

@@ -114,7 +114,7 @@ def test_all_numbers_of_speculative_tokens_at_once(cluster: Cluster, plain: list
 
 
 def test_alone_with_a_draft(cluster: Cluster, plain: list[Completion]) -> None:
-    completions = run_in_turn(cluster.address, CASES[:4])
+    completions = run_in_turn(cluster.address, [case.with_k(4) for case in CASES[:4]])
     same_texts(completions, plain[:4])
     assert speculation(completions)[1] > 0
 
@@ -139,7 +139,7 @@ def test_another_draft(testbed: Testbed, cluster: Cluster, plain: list[Completio
     """A draft that always guesses right (the target itself), and one that never does."""
     cluster.use_drafts(testbed.draft(name))
     try:
-        completions = run_all(cluster.address, CASES)
+        completions = run_all(cluster.address, [case.with_k(4) for case in CASES])  # whatever the load
     finally:
         cluster.use_drafts(testbed.draft("tiny"))
     same_texts(completions, plain)
@@ -163,7 +163,7 @@ def test_draft_killed_half_way(testbed: Testbed, cluster: Cluster, plain: list[C
 
     cluster.use_drafts(draft)
     try:
-        completions = run_all(cluster.address, CASES, on_token=kill)
+        completions = run_all(cluster.address, [case.with_k(4) for case in CASES], on_token=kill)
     finally:
         cluster.use_drafts(testbed.draft("tiny"))
     assert killed.is_set()

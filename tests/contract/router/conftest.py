@@ -138,13 +138,13 @@ class World:
         return await self.stack.enter_async_context(AsyncClient(server.address, timeout=timeout))
 
     def keep_in_step(self, target: StandInTarget, draft: StandInDraft, behind: int = 0) -> None:
-        """Let no step of the one request that runs begin before its draft proposed for the text that it continues, but
-        for the last ``behind`` tokens. So it does not matter how fast target and draft are.
+        """Let no step begin before the draft proposed for the text that it continues, but for the last ``behind``
+        tokens; of several requests, for as long a text as the shortest. So it does not matter how fast target and draft
+        are.
         """
 
         async def proposed(plan: StepPlan) -> None:
-            (sequence,) = plan.sequences
-            wanted = sequence.kv_len + sequence.num_text_tokens - behind
+            wanted = min(sequence.kv_len + sequence.num_text_tokens for sequence in plan.sequences) - behind
             await until(lambda: all(draft.is_done(session, wanted) for session in draft.answered), "the draft proposes")
 
         target.before_step = proposed

@@ -60,10 +60,11 @@ async def test_choices_of_one_token(world: Any, client_of: Any) -> None:
 async def test_with_a_draft(world: Any, client_of: Any) -> None:
     target = await world.target(step_s=0.003)
     draft = await world.draft(wrong_every=5)
+    world.keep_in_step(target, draft)
     server = await world.router()
     await world.drafts_ready(server)
     client = await client_of(server)
-    completion = await client.generate(PROMPT, n=3, max_tokens=40)
+    completion = await client.generate(PROMPT, n=3, max_tokens=40, num_speculative_tokens=4)  # whatever the load
     for choice in completion.choices:
         assert list(choice.token_ids) == expected(target.model, 40, choice.index)
         assert choice.speculation.num_accepted_tokens > 0, "unknown: nothing was accepted"

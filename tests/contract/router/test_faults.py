@@ -119,7 +119,7 @@ async def test_a_draft_that_is_a_little_late_still_helps(world: Any) -> None:
     server = await world.router()
     await world.drafts_ready(server)
     client = await world.client(server)
-    completion = await client.generate(PROMPT, max_tokens=120, temperature=0)
+    completion = await client.generate(PROMPT, max_tokens=120, temperature=0, num_speculative_tokens=4)
     assert list(completion.token_ids) == expected(120)
     assert completion.speculation.num_accepted_tokens > 0
 
@@ -130,7 +130,7 @@ async def test_a_draft_that_dies_costs_no_text(world: Any) -> None:
     server = await world.router()
     await world.drafts_ready(server)
     client = await world.client(server)
-    tasks = [await start(world, client, target, max_tokens=200) for _ in range(4)]
+    tasks = [await start(world, client, target, max_tokens=200, num_speculative_tokens=4) for _ in range(4)]
     await world.until(lambda: bool(target.proposals), "something was proposed")
     await draft.stop()
     for task in tasks:
@@ -163,7 +163,7 @@ async def test_a_draft_that_joins_late_is_used_for_open_requests(world: Any) -> 
     target = await world.target(step_s=0.05)  # until the draft is there
     server = await world.router()
     client = await world.client(server)
-    task = await start(world, client, target, max_tokens=300)
+    task = await start(world, client, target, max_tokens=300, num_speculative_tokens=4)
     assert target.proposals == []
     draft = await world.draft()
     await world.until(lambda: any(accepted for _, accepted in target.proposals) or task.done(), "the draft is used")

@@ -42,8 +42,9 @@ async def test_with_a_draft(world: Any, verifier: str, wrong_every: int) -> None
     server = await world.router()
     await world.drafts_ready(server)
     client = await world.client(server)
-    completion = await client.generate(
-        PROMPT, max_tokens=60, temperature=0 if verifier == "greedy" else 1, verifier=verifier
+    temperature = 0 if verifier == "greedy" else 1
+    completion = await client.generate(  # which speculates whatever the load
+        PROMPT, max_tokens=60, temperature=temperature, verifier=verifier, num_speculative_tokens=4
     )
     assert list(completion.token_ids) == expected(target.model, 60)
     assert completion.reproducible == (verifier != "rejection")

@@ -65,12 +65,13 @@ async def test_all_that_is_declared_is_told_and_nothing_else(world: Any) -> None
 
 
 async def test_counts_are_those_of_the_answers(world: Any) -> None:
-    await world.target()
-    await world.draft()
+    target = await world.target()
+    world.keep_in_step(target, await world.draft())
     server = await world.router(**PORTS)
     await world.drafts_ready(server)
     client = await world.client(server)
-    answers = [await client.generate(f"text {number}", max_tokens=24, ignore_eos=True) for number in range(3)]
+    asked: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "num_speculative_tokens": 4}
+    answers = [await client.generate(f"text {number}", **asked) for number in range(3)]
     with pytest.raises(InvalidRequest):
         await client.generate("x", max_tokens=0)
 

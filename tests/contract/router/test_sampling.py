@@ -45,11 +45,14 @@ async def client_of(request: pytest.FixtureRequest, world: Any) -> Any:
     return world.client if request.param == "local" else world.remote_frontend
 
 
-async def ready(world: Any, client_of: Any, model: ToyModel | None = None, drafts: bool = True) -> tuple[Any, Any, Any]:
-    """A target, a draft that is right, a router, and a client."""
+async def ready(
+    world: Any, client_of: Any, model: ToyModel | None = None, drafts: bool = True, in_step: bool = False
+) -> tuple[Any, Any, Any]:
+    """A target, a draft that is right, a router, and a client. ``in_step``: the draft is never late."""
     target = await world.target(model, step_s=0.003)
-    if drafts:
-        await world.draft(model)
+    draft = await world.draft(model) if drafts else None
+    if in_step:
+        world.keep_in_step(target, draft)
     server = await world.router()
     if drafts:
         await world.drafts_ready(server)
@@ -61,7 +64,7 @@ async def ready(world: Any, client_of: Any, model: ToyModel | None = None, draft
 
 @pytest.mark.parametrize("k", [0, 4])
 async def test_s10_every_token_has_the_targets_log_probability(world: Any, client_of: Any, k: int) -> None:
-    target, _, client = await ready(world, client_of)
+    target, _, client = await ready(world, client_of, in_step=True)
     completion = await client.generate(PROMPT, max_tokens=30, seed=1, logprobs=3, num_speculative_tokens=k)
     assert len(completion.logprobs) == len(completion.token_ids) == 30
     for index, (entry, token) in enumerate(zip(completion.logprobs, completion.token_ids, strict=True)):
@@ -295,7 +298,7 @@ async def test_settings_that_leave_no_token_end_the_request_with_an_error(world:
 
 async def test_speculation_by_request_and_by_default(world: Any, client_of: Any) -> None:
     """Live defaults, and what a request says for itself, whichever frontend it came through."""
-    target, server, client = await ready(world, client_of)
+    target, server, client = await ready(world, client_of, in_step=True)
     admin = await world.client(server)
 
     async def rounds(**options: Any) -> tuple[str, int, int]:

@@ -278,10 +278,11 @@ async def test_finished_requests_are_forgotten(world: Any) -> None:
 async def test_status(world: Any) -> None:
     target = await world.target(step_s=0.01)
     draft = await world.draft()
+    world.keep_in_step(target, draft)
     server = await world.router()
     await world.drafts_ready(server)
     client = await world.client(server)
-    task = asyncio.create_task(client.generate(PROMPT, max_tokens=100, temperature=0))
+    task = asyncio.create_task(client.generate(PROMPT, max_tokens=100, temperature=0, num_speculative_tokens=4))
     await world.until(lambda: len(target.proposals) > 3, "rounds have run")
     target.pause()
     status = await client.status()

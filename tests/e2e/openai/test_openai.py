@@ -127,7 +127,7 @@ def test_a_shared_prefix_is_told_in_usage(client: openai.OpenAI, cluster: Cluste
 def test_what_speculation_did_is_told_as_vllm_tells_it(client: openai.OpenAI) -> None:
     prompt = "The with statement. " * 5
     asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 100, "temperature": 0}
-    answer = client.completions.create(**asked).to_dict()
+    answer = client.completions.create(**asked, extra_body={"num_speculative_tokens": 4}).to_dict()
     metrics: Any = answer["metrics"]
     speculation = metrics["speculative_decoding"]
     histogram = speculation["acceptance_histogram"]

@@ -46,3 +46,17 @@ def test_who_is_left_alone_does_not_go_on_as_in_company(toy) -> None:
     (session,) = book.drafts["a"].sessions.values()
     assert session.latency == book.drafts["a"].latency
     assert session.latency.alone_s is None or session.latency.alone_s < 3.0
+
+
+def test_a_new_session_expects_what_as_many_met(toy) -> None:
+    world = toy.World()
+    world.join("a")
+    draft = world.scheduler._books.drafts.drafts["a"]
+    draft.latencies.took(1, 0.1, beside=False)
+    draft.latencies.took(2, 0.3, beside=False)
+    for count, latency_s in ((1, 0.1), (2, 0.3)):
+        world.add(str(count), [1, 7], max_tokens=30)
+        for _ in range(4):
+            if len(draft.sessions) < count:
+                world.step()
+        assert list(draft.sessions.values())[count - 1].latency == Pace(alone_s=latency_s)
