@@ -222,7 +222,7 @@ class Group:
             if self.behind:
                 self.behind, seconds = self.behind - 1, 2.0 * self.costs(Level.PLAIN, streams)
             self.rounds.append((level, tokens, seconds))
-            self.governor.took(Round(Load(streams, streams), level, streams if k else 0, tokens, seconds))
+            self.governor.took(Round(Load(streams, streams), level, streams, streams if k else 0, tokens, seconds))
         return sum(tokens for _, tokens, _ in self.rounds[first:]) / sum(s for _, _, s in self.rounds[first:])
 
     def _committed(self, k: int) -> int:
@@ -367,7 +367,7 @@ def test_requests_that_cannot_speculate_tell_what_plain_decoding_gives() -> None
     governor.decide(Load(8, 0), K, lambda: StepFacts(line))
     assert governor.level is Level.FULL
     for _ in range(FEWEST_ROUNDS):
-        governor.took(Round(Load(8, 0), Level.FULL, 0, 8, 0.1))
+        governor.took(Round(Load(8, 0), Level.FULL, 8, 0, 8, 0.1))
     governor.decide(Load(8, 8), K, lambda: StepFacts(line))
     assert governor.snapshot().goodput["plain"] == pytest.approx(10.0)
 
@@ -387,7 +387,7 @@ def test_why_is_told() -> None:
 def test_rounds_of_another_level_or_load_teach_nothing() -> None:
     governor = Governor()
     governor.decide(Load(8, 8), K, lambda: StepFacts(line))
-    for done in (Round(Load(4, 4), Level.FULL, 4, 4, 1.0), Round(Load(8, 8), Level.HALF, 8, 8, 1.0)):
+    for done in (Round(Load(3, 3), Level.FULL, 3, 3, 3, 1.0), Round(Load(8, 8), Level.HALF, 8, 8, 8, 1.0)):
         for _ in range(100):
             governor.took(done)
             assert governor.decide(Load(8, 8), K, lambda: StepFacts(line)) is Level.FULL
