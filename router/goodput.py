@@ -7,9 +7,9 @@ streams which are about the same can be compared. Times are seconds.
 Goodput is measured round by round, from one commit to the next: with what a round was held back for, and with what it
 lost to drafts on the same processors. Rows of prompts are taken off at what they would cost beside plain decoding with
 no draft at work, so that whatever a level makes them cost above that is charged to it. What was not measured at some
-load is predicted from speculation at another one and from what steps with so many rows cost; and tried. A trial of another
-level lasts a few rounds and decides; one that fails is repeated after a pause in which its loss becomes ``TRIAL_SHARE``
-of the time, and twice as long each time.
+load is predicted from speculation at another one and from what steps with so many rows cost; and tried. A trial of
+another level lasts a few rounds and decides; one that fails is repeated after a pause in which its loss becomes
+``TRIAL_SHARE`` of the time, and twice as long each time.
 
 Nothing here sees a token: past commits are counted, lengths and times are looked at (docs/exactness.md).
 """

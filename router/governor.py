@@ -141,6 +141,11 @@ class Governor:
             if has_won is not None:
                 self._end_trial(place, trial, has_won=has_won)
 
+    def forget_speculation(self) -> None:
+        """Other drafts than before may propose. What plain decoding gives is as true as it was."""
+        self._places, self._seen = {}, {}
+        self._begin_rounds()
+
     def snapshot(self) -> SpeculationSnapshot:
         load, place = self._load, self._places.get(self._sizes)
         options = self._options(place) if place is not None else {}
@@ -189,8 +194,11 @@ class Governor:
         options = self._options(place)
         place.chosen = first_choice(options, start_margin(streams - nearest, are_slowed=steps.are_slowed))
         if place.chosen is Level.PLAIN:
-            pause_s = CAUTIOUS_PAUSE / (options[Level.PLAIN].goodput or 1.0)
-            place.options = {level: replace(option, pause_s=pause_s) for level, option in place.options.items()}
+            plain = options[Level.PLAIN].goodput or 1.0
+            for level, option in place.options.items():
+                is_promising = option.predicted is not None and option.predicted > plain
+                pause_s = (FIRST_PAUSE if is_promising else CAUTIOUS_PAUSE) / plain
+                place.options[level] = replace(option, pause_s=pause_s)
         return place
 
     def _options(self, place: _Place) -> dict[Level, Option]:
@@ -202,7 +210,11 @@ class Governor:
         """The most promising level of those that may be tried, once enough is known of the chosen one."""
         load, chosen = self._load, place.chosen
         rate = self._options(place)[chosen].rate
-        if not self._is_settled or place.num_settled < num_trial_rounds(chosen, load.num_drafted) or rate.goodput <= 0.0:
+        if (
+            not self._is_settled
+            or place.num_settled < num_trial_rounds(chosen, load.num_drafted)
+            or rate.goodput <= 0.0
+        ):
             return None
         if chosen is Level.PLAIN and self._num_stayed < FEWEST_ROUNDS:
             return None  # drafts would catch up for a load that is over soon

@@ -6,6 +6,7 @@ from itertools import islice
 
 from outrider.core.plan import StepResult
 from outrider.router.books import Books
+from outrider.router.drafts import DraftFacts
 from outrider.router.flight import Step
 from outrider.router.goodput import Level, Load, Round
 from outrider.router.governor import Governor
@@ -62,8 +63,16 @@ def _is_forced(request: Request) -> bool:
     return request.num_speculative_tokens > 0 and not request.is_governed
 
 
+def draft_came(books: Books, draft: DraftFacts) -> None:
+    """A draft joined, before it is given sessions. One that was there before proposes as it did."""
+    if draft not in books.known_drafts:
+        books.known_drafts.add(draft)
+        books.governor.forget_speculation()
+    weigh(books)
+
+
 def forget_goodput(books: Books) -> None:
-    """Steps, drafts or numbers of tokens are others from now on."""
+    """Steps or numbers of tokens are others from now on."""
     books.governor = Governor()
     _apply(books, books.governor.level)
 
