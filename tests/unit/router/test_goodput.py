@@ -312,7 +312,7 @@ def test_what_one_stream_gave_says_where_many_begin() -> None:
 def test_what_is_predicted_to_be_better_but_not_by_much_is_tried_soon() -> None:
     group = Group(lambda level, streams: 0.1 + 0.045 * num_allowed(K, level) * streams / 8, step_s=flat)
     group.governor._plain[4] = rate(10.0)
-    group.governor._seen[1] = Seen(1, K, Rate(2.4e6, 0.2e6, 1e6, 10**6))  # 12 a second
+    group.governor._seen[1] = Seen(1, K, Rate(1.4e6, 0.12e6, 1e6, 10**6))  # 11.7 a second
     group.run(8, FIRST_PAUSE - 2)
     assert group.share(Level.PLAIN, FIRST_PAUSE - 2) == 1.0
     group.run(8, 30)
