@@ -10,6 +10,7 @@ from outrider.router.goodput import (
     CAUTIOUS_PAUSE,
     FEWEST_ROUNDS,
     FIRST_PAUSE,
+    MARGIN,
     PATIENCE,
     SETTLED,
     SETTLED_PLAIN,
@@ -196,7 +197,7 @@ class Governor:
         if place.chosen is Level.PLAIN:
             plain = options[Level.PLAIN].goodput or 1.0
             for level, option in place.options.items():
-                is_promising = option.predicted is not None and option.predicted > plain
+                is_promising = option.predicted is not None and option.predicted > (1.0 + MARGIN) * plain
                 pause_s = (FIRST_PAUSE if is_promising else CAUTIOUS_PAUSE) / plain
                 place.options[level] = replace(option, pause_s=pause_s)
         return place
