@@ -8,6 +8,7 @@ from outrider.core.plan import GroupInfo
 from outrider.router.batch import Batcher
 from outrider.router.counts import SchedulerCounts
 from outrider.router.draft_book import DraftBook
+from outrider.router.drafts import DraftFacts
 from outrider.router.families import RequestBook
 from outrider.router.flight import Flight
 from outrider.router.governor import Governor
@@ -28,6 +29,7 @@ class Books:
     flight: Flight = field(default_factory=Flight)
     pacer: Pacer = field(default_factory=Pacer)
     governor: Governor = field(default_factory=Governor)
+    known_drafts: set[DraftFacts] = field(default_factory=set)  # that ever joined
     counts: SchedulerCounts = field(default_factory=SchedulerCounts)
 
     def check_integrity(self) -> None:

@@ -4,12 +4,12 @@ Vocabulary: the *load* is how many streams run; the *level* says how many of a r
 may verify: none, half of them or all; *goodput* is committed tokens per second of one stream, so that numbers of
 streams which are about the same can be compared. Times are seconds.
 
-Goodput is measured round by round, in rounds without rows of prompts, from one commit to the next: with what a round
-was held back for, and with what it lost to drafts on the same processors. Of rounds with rows of prompts counts by how
-much they took longer than such steps do while no draft is at work. What was not measured at some load is
-predicted from speculation at another one and from what steps with so many rows cost; and tried. A trial of another
-level lasts a few rounds and decides; one that fails is repeated after a pause in which its loss becomes ``TRIAL_SHARE``
-of the time, and twice as long each time.
+Goodput is measured round by round, from one commit to the next: with what a round was held back for, and with what it
+lost to drafts on the same processors. Rows of prompts are taken off at what they would cost beside plain decoding with
+no draft at work, so that whatever a level makes them cost above that is charged to it. What was not measured at some
+load is predicted from speculation at another one and from what steps with so many rows cost; and tried. A trial of
+another level lasts a few rounds and decides; one that fails is repeated after a pause in which its loss becomes
+``TRIAL_SHARE`` of the time, and twice as long each time.
 
 Nothing here sees a token: past commits are counted, lengths and times are looked at (docs/exactness.md).
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outrider.router.policy import MEMORY_ROUNDS, PRIOR_ACCEPTED, PRIOR_REJECTED, expected_tokens
 
@@ -37,6 +37,7 @@ MAX_LOST_ROUNDS = 24  # a trial that lost so much is over ...
 HOPELESS = 0.8  # ... and one that gave less than so much of what it would have to, half of its rounds being done
 SETTLED_PLAIN, SETTLED = 2, 16  # rounds after which a new level is measured, whether or not proposals came
 PATIENCE = 8  # rounds that a lower load must last before speculation goes on
+BORDER = 8  # a load that leaves its class by less than one in so many streams, or by one, still counts as one of it
 
 StepSeconds = Callable[[float], float]  # rows of a step -> its time
 
@@ -70,6 +71,19 @@ def size_class(count: int) -> int:
     return 1 + (count - 1).bit_length() if count > 0 else 0
 
 
+def is_about(size: int, count: int) -> bool:
+    """Whether a load that was of a class may still count as one of it.
+
+    Streams that end and follow one another move a load by one or two all the time, perhaps across a border. One stream
+    and none are what they are.
+    """
+    if size < 2 or count < 2:
+        return size_class(count) == size
+    lowest, highest = 2 ** (size - 2) + 1, 2 ** (size - 1)
+    slack = max(1, lowest // BORDER)
+    return lowest - slack <= count <= highest + slack
+
+
 @dataclass(frozen=True)
 class Load:
     """What runs, and what may join at once.
@@ -86,13 +100,24 @@ class Load:
     def size_class(self) -> tuple[int, int]:
         return size_class(self.num_streams), size_class(self.num_drafted)
 
+    def is_about(self, sizes: tuple[int, int]) -> bool:
+        """Whether it may still count as one of these classes."""
+        return is_about(sizes[0], self.num_streams) and is_about(sizes[1], self.num_drafted)
+
 
 @dataclass(frozen=True)
 class Round:
-    """What a step made in which all decoded, and how long it took from the commit before to its own."""
+    """What a step made of streams that decoded, and how long it took from the commit before to its own.
+
+    Attributes:
+        num_streams: those that count: not such as enter a prompt, nor such as name a number of their own.
+        num_proposals: of them, like the tokens.
+        seconds: without what rows of prompts cost.
+    """
 
     load: Load
     level: Level
+    num_streams: int
     num_proposals: int
     num_tokens: int
     seconds: float
@@ -116,10 +141,6 @@ class Rate:
             self.stream_rounds * kept + num_streams,
             self.num_rounds + 1,
         )
-
-    def delayed(self, num_streams: int, seconds: float) -> Rate:
-        """The rate where so many streams lost some time that is no round's; negative: won."""
-        return replace(self, seconds=max(0.5 * self.seconds, self.seconds + num_streams * seconds))
 
     @property
     def goodput(self) -> float:

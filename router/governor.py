@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from outrider.router.goodput import (
     CAUTIOUS_PAUSE,
+    FEWEST_ROUNDS,
     FIRST_PAUSE,
+    MARGIN,
     PATIENCE,
     SETTLED,
     SETTLED_PLAIN,
@@ -34,21 +36,23 @@ FEW_STREAMS = 2  # up to so many, what half as many tokens spare is less than ch
 
 
 @dataclass(eq=False)
-class _Place:
-    """What is known of one load."""
-
-    options: dict[Level, Option]
-    chosen: Level
-    num_rounds: int = FIRST_PAUSE  # since the last trial
-
-
-@dataclass(eq=False)
 class _Trial:
     level: Level
     against: float  # goodput of the chosen level
     round_s: float  # of it
     rate: Rate = field(default_factory=Rate)
     lost_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Place:
+    """What is known of one load. A trial goes on when that load is back."""
+
+    options: dict[Level, Option]
+    chosen: Level
+    num_rounds: int = FIRST_PAUSE  # since the last trial
+    num_settled: int = 0  # of the chosen level, likewise
+    trial: _Trial | None = None
 
 
 class Governor:
@@ -63,12 +67,13 @@ class Governor:
     def __init__(self) -> None:
         self.level = Level.FULL
         self._load = Load()
+        self._sizes = self._load.size_class  # what the load counts as
         self._k = 0
         self._places: dict[tuple[int, int], _Place] = {}
         self._plain: dict[int, Rate] = {}  # by classes of streams
         self._seen: dict[int, Seen] = {}  # speculation in full, likewise
-        self._trial: _Trial | None = None
-        self._num_rounds = 0  # at this load and level
+        self._num_rounds = 0  # at this level, or since streams came while it was one of speculation
+        self._num_stayed = 0  # rounds at this load
         self._is_settled = False
         self._patience = 0
 
@@ -84,21 +89,22 @@ class Governor:
             k: tokens that requests ask for which name no number of their own.
             steps: gives what is known of steps.
         """
-        if load.size_class != self._load.size_class:
-            self._end_trial(None)
+        if not load.is_about(self._sizes):
             falls = 0 < load.num_streams < self._load.num_streams
             self._patience = PATIENCE if falls else 0
-            self._begin_rounds()
+            if not falls and self.level is not Level.PLAIN:
+                self._begin_rounds()  # drafts begin with the texts of those that came
+            self._sizes, self._num_stayed = load.size_class, 0
         self._load, self._k = load, k
         if load.num_drafted == 0 or load.num_streams == 1 or k == 0:
             wanted = Level.FULL
         else:
-            place = self._places.get(load.size_class)
+            place = self._places.get(self._sizes)
             if place is None:
-                place = self._places[load.size_class] = self._new_place(load, k, steps())
-            if self._trial is None and self.level is place.chosen:
-                self._trial = self._next_trial(place, steps)
-            wanted = self._trial.level if self._trial is not None else place.chosen
+                place = self._places[self._sizes] = self._new_place(load, k, steps())
+            if place.trial is None and self.level is place.chosen:
+                place.trial = self._next_trial(place, steps)
+            wanted = place.trial.level if place.trial is not None else place.chosen
         if self.level is Level.PLAIN and wanted is not Level.PLAIN and self._patience > 0:
             wanted = Level.PLAIN
         if wanted is not self.level:
@@ -112,48 +118,37 @@ class Governor:
         if done is None:
             return
         load, level = self._load, done.level if done.load.num_drafted else Level.PLAIN
-        if done.load.size_class != load.size_class or (level is not self.level and load.num_drafted):
+        if not done.load.is_about(self._sizes) or (level is not self.level and load.num_drafted):
             return
         self._num_rounds += 1
+        self._num_stayed += 1
         self._is_settled = self._is_settled or self._settles(done, level)
         if self._is_settled:
             self._learn(level, done)
-        place = self._places.get(load.size_class)
+        place = self._places.get(self._sizes)
         if place is None:
             return
         place.num_rounds += 1
+        place.num_settled += self._is_settled and level is place.chosen
         for other, option in place.options.items():
             place.options[other] = replace(option, pause_s=max(0.0, option.pause_s - done.seconds))
-        trial = self._trial
-        if trial is not None:
-            trial.lost_s += done.seconds - done.num_tokens / (done.load.num_streams * trial.against)
+        trial = place.trial
+        if trial is not None and trial.level is level:
+            trial.lost_s += done.seconds - done.num_tokens / (done.num_streams * trial.against)
             if self._is_settled:
-                trial.rate = trial.rate.took(done.num_tokens, done.load.num_streams, done.seconds)
+                trial.rate = trial.rate.took(done.num_tokens, done.num_streams, done.seconds)
             num_rounds = num_trial_rounds(level, load.num_drafted)
             has_won = verdict(trial.rate, trial.lost_s / trial.round_s, trial.against, num_rounds)
             if has_won is not None:
-                self._end_trial(has_won)
+                self._end_trial(place, trial, has_won=has_won)
 
-    def delayed(self, load: Load, level: Level, num_streams: int, seconds: float) -> None:
-        """A round with rows of prompts took so much longer for those that decoded than it would have without drafts."""
-        place, trial = self._places.get(load.size_class), self._trial
-        if load.size_class != self._load.size_class or place is None or level is not self.level:
-            return
-        if trial is not None:
-            trial.lost_s += seconds
-        if not self._is_settled:
-            return
-        if trial is not None:
-            trial.rate = trial.rate.delayed(num_streams, seconds)
-        if level is Level.PLAIN:
-            streams = load.size_class[0]
-            self._plain[streams] = self._plain.get(streams, Rate()).delayed(num_streams, seconds)
-        else:
-            option = place.options[level]
-            place.options[level] = replace(option, rate=option.rate.delayed(num_streams, seconds))
+    def forget_speculation(self) -> None:
+        """Other drafts than before may propose. What plain decoding gives is as true as it was."""
+        self._places, self._seen = {}, {}
+        self._begin_rounds()
 
     def snapshot(self) -> SpeculationSnapshot:
-        load, place = self._load, self._places.get(self._load.size_class)
+        load, place = self._load, self._places.get(self._sizes)
         options = self._options(place) if place is not None else {}
         known = {level.name.lower(): option.goodput for level, option in options.items()}
         goodput = {name: value for name, value in known.items() if value is not None}
@@ -167,12 +162,12 @@ class Governor:
         """Whether what the last change of level left behind is over: from now on proposals come, or no more of them."""
         if level is Level.PLAIN:
             return self._num_rounds > SETTLED_PLAIN
-        return 2 * done.num_proposals >= done.load.num_drafted or self._num_rounds > SETTLED
+        return 2 * done.num_proposals >= min(done.load.num_drafted, done.num_streams) or self._num_rounds > SETTLED
 
     def _learn(self, level: Level, done: Round) -> None:
         load = done.load
-        streams, drafted = load.size_class
-        took = (done.num_tokens, load.num_streams, done.seconds)
+        streams, drafted = self._sizes
+        took = (done.num_tokens, done.num_streams, done.seconds)
         if level is Level.PLAIN:
             self._plain[streams] = self._plain.get(streams, Rate()).took(*took)
             return
@@ -180,7 +175,7 @@ class Governor:
             seen = self._seen.get(streams)
             rate = seen.rate if seen is not None else Rate()
             self._seen[streams] = Seen(load.num_streams, self._k, rate.took(*took))
-        place = self._places.get(load.size_class)
+        place = self._places.get(self._sizes)
         if place is not None:
             option = place.options[level]
             memory = 2 * num_trial_rounds(level, load.num_drafted)  # so that it is fit to be compared with a trial
@@ -188,7 +183,7 @@ class Governor:
 
     def _new_place(self, load: Load, k: int, steps: StepFacts) -> _Place:
         """A load that was never met: what is known of others says where to begin."""
-        streams, _ = load.size_class
+        streams, _ = self._sizes
         levels = [Level.PLAIN, Level.FULL, *([Level.HALF] if load.num_streams > FEW_STREAMS and k > 1 else [])]
         place = _Place({level: Option() for level in levels}, Level.FULL)
         lower = {size: seen for size, seen in self._seen.items() if size < streams}
@@ -200,27 +195,36 @@ class Governor:
         options = self._options(place)
         place.chosen = first_choice(options, start_margin(streams - nearest, are_slowed=steps.are_slowed))
         if place.chosen is Level.PLAIN:
-            pause_s = CAUTIOUS_PAUSE / (options[Level.PLAIN].goodput or 1.0)
-            place.options = {level: replace(option, pause_s=pause_s) for level, option in place.options.items()}
+            plain = options[Level.PLAIN].goodput or 1.0
+            for level, option in place.options.items():
+                is_promising = option.predicted is not None and option.predicted > (1.0 + MARGIN) * plain
+                pause_s = (FIRST_PAUSE if is_promising else CAUTIOUS_PAUSE) / plain
+                place.options[level] = replace(option, pause_s=pause_s)
         return place
 
     def _options(self, place: _Place) -> dict[Level, Option]:
         """Those of the present load. Plain decoding is the same whoever could speculate."""
-        plain = self._plain.get(self._load.size_class[0], Rate())
+        plain = self._plain.get(self._sizes[0], Rate())
         return {**place.options, Level.PLAIN: replace(place.options[Level.PLAIN], rate=plain)}
 
     def _next_trial(self, place: _Place, steps: Callable[[], StepFacts]) -> _Trial | None:
         """The most promising level of those that may be tried, once enough is known of the chosen one."""
         load, chosen = self._load, place.chosen
         rate = self._options(place)[chosen].rate
-        if not self._is_settled or self._num_rounds < num_trial_rounds(chosen, load.num_drafted) or rate.goodput <= 0.0:
+        if (
+            not self._is_settled
+            or place.num_settled < num_trial_rounds(chosen, load.num_drafted)
+            or rate.goodput <= 0.0
+        ):
             return None
+        if chosen is Level.PLAIN and self._num_stayed < FEWEST_ROUNDS:
+            return None  # drafts would catch up for a load that is over soon
         step_s = steps().seconds if chosen is not Level.PLAIN else None
         if step_s is not None:
             seen = Seen(load.num_streams, num_allowed(self._k, chosen), rate)
             _predict(place, seen, load.num_streams, self._k, step_s)
             # Where as few rows were never seen: no stream is faster than among fewer.
-            lower = [plain.goodput for streams, plain in self._plain.items() if streams < load.size_class[0]]
+            lower = [plain.goodput for streams, plain in self._plain.items() if streams < self._sizes[0]]
             plain = max([1.0 / step_s(load.num_streams), *lower])
             place.options[Level.PLAIN] = replace(place.options[Level.PLAIN], predicted=plain)
         options = self._options(place)
@@ -237,17 +241,12 @@ class Governor:
             best = max(able, key=lambda level: (options[level].goodput or math.inf, -level))
         return _Trial(best, rate.goodput, rate.round_s)
 
-    def _end_trial(self, has_won: bool | None) -> None:
-        """``has_won`` is None for a trial that was broken off."""
-        trial, self._trial = self._trial, None
-        place = self._places.get(self._load.size_class)
-        if trial is None or place is None:
-            return
-        place.num_rounds = 0
+    def _end_trial(self, place: _Place, trial: _Trial, *, has_won: bool) -> None:
+        place.trial, place.num_rounds, place.num_settled = None, 0, 0
         if trial.rate.num_rounds and trial.level is not Level.PLAIN:
             place.options[trial.level] = replace(place.options[trial.level], rate=trial.rate)
         if trial.rate.num_rounds and trial.level is Level.PLAIN:
-            self._plain[self._load.size_class[0]] = trial.rate
+            self._plain[self._sizes[0]] = trial.rate
         if has_won:
             place.options = {level: replace(o, num_failures=0) for level, o in place.options.items()}
             place.options[place.chosen] = place.options[place.chosen].waits(0.0, trial.round_s, failed=False)
@@ -260,7 +259,7 @@ class Governor:
                         place.options[level] = replace(option, pause_s=max(option.pause_s, pause_s))
         else:
             option = place.options[trial.level]
-            place.options[trial.level] = option.waits(max(0.0, trial.lost_s), trial.round_s, failed=has_won is False)
+            place.options[trial.level] = option.waits(max(0.0, trial.lost_s), trial.round_s, failed=True)
 
 
 def _predict(place: _Place, seen: Seen, num_streams: int, k: int, step_s: StepSeconds) -> None:

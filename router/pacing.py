@@ -80,9 +80,17 @@ class Pacer:
         """Whether drafts had better begin with a prompt when the target is done with it."""
         return self._apart.is_slowed if self._apart.slowdown is not None else self._apart.is_alone_unknown
 
-    def alone_s(self, parts: Collection[Rows]) -> float | None:
-        """How long a step with about so many rows takes while no draft is at work, where that is known."""
-        return seconds_like(self._apart.alone, sum(len(part.plan.tokens) for part in parts))
+    def prompt_s(self, num_decoding: int, num_prompt_rows: int) -> float | None:
+        """What rows of prompts cost beside ``num_decoding`` others; None where no step with about so many is known.
+
+        While no draft is at work, where such steps are known.
+        """
+        num_rows = num_decoding + num_prompt_rows
+        known = [costs for costs in (self._apart.alone, self._costs) if seconds_like(costs, num_rows) is not None]
+        if not known:
+            return None
+        line = typical(known[0])
+        return max(0.0, seconds_of(line, num_rows) - seconds_within(line, num_decoding))
 
     def expected_s(self, parts: Collection[Rows]) -> float | None:
         """How long a step with these rows takes; None where nothing like it is known."""

@@ -33,7 +33,7 @@ from outrider.router.rounds import refusal
 from outrider.router.settings import SchedulerSettings
 from outrider.router.snapshots import SchedulerSnapshot
 from outrider.router.suspects import failure_message, group_failed
-from outrider.router.weighing import forget_goodput
+from outrider.router.weighing import draft_came, forget_goodput
 
 
 def no_stops(request: NewRequest) -> Cutter:
@@ -171,7 +171,7 @@ class Scheduler:
         """A draft worker with the group's tokenizer can be used. Joining under a known id replaces the old one."""
         self._drafts.join(draft, now)
         self._pacer.drafts_changed()
-        forget_goodput(self._books)
+        draft_came(self._books, draft)
         for request in self._requests:
             request.excluded_drafts.discard(draft.draft_id)
         self._drafts.assign(self._batcher.running, now)

@@ -83,8 +83,11 @@ class Machine:
         apart=False,
         draft=True,
         prompt=PROMPT,
+        length=LENGTH,
+        spread=0,
     ):
-        self.toy, self.pass_s, self.draft_pass_s, self.apart, self.prompt = toy, pass_s, draft_pass_s, apart, prompt
+        self.toy, self.pass_s, self.draft_pass_s, self.apart = toy, pass_s, draft_pass_s, apart
+        self.prompt, self.length, self.spread = prompt, length, spread  # texts are shorter by up to so many tokens
         info = toy.group_info(num_blocks=2000, block_size=16, max_model_len=200, max_num_batched_tokens=256)
         self.world = toy.World(info, settings)
         self.num_streams, self.numbers = num_streams, itertools.count()
@@ -95,6 +98,7 @@ class Machine:
         self.rows: dict[int, int] = {}  # of the draft's pass
         self.num_passes = self.num_tokens = 0
         self.levels: list[str] = []
+        self.num_mixed = 0  # steps with rows of prompts
         self.begun: dict[str, float] = {}
         self.first_tokens: list[float] = []  # seconds that they took
         self.opened: list[float] = []  # seconds after its arrival that a draft was told of a request
@@ -150,7 +154,7 @@ class Machine:
             number = next(self.numbers)
             self.begun[str(number)] = self.world.now
             prompt = [number % 23, number // 23 % 23] + [7] * (self.prompt - 2)
-            self.world.add(str(number), prompt, max_tokens=LENGTH)
+            self.world.add(str(number), prompt, max_tokens=self.length - number * 7 % 11 * self.spread // 10)
 
     def run(self, seconds: float) -> float:
         """Tokens a second."""
@@ -159,6 +163,7 @@ class Machine:
             self._refill()
             if self.step_left is None and (plan := world.start()) is not None:
                 self.step_left = self.pass_s(plan.num_rows)
+                self.num_mixed += any(part.num_text_tokens > 1 for part in plan.sequences)
                 self.levels.append(world.scheduler.snapshot().speculation.level)
             self._draft()
             both = self.step_left is not None and self.pass_left is not None and not self.apart
@@ -259,6 +264,69 @@ def test_requests_that_name_a_number_keep_it(toy) -> None:
     stats = [request.stats for request in world.scheduler._books.requests]
     assert len(stats) == 8
     assert all(one.num_draft_tokens > 12 and one.num_accepted_tokens > 0 for one in stats)
+
+
+def test_a_draft_that_comes_back_does_not_make_the_load_forget(toy) -> None:
+    company = Machine(toy, GIVES_WAY, 8)
+    company.run(400)
+    world = company.world
+    assert world.scheduler.snapshot().speculation.is_paused
+    passes = company.num_passes
+    for _ in range(5):
+        world.leave("a")
+        company.sessions.clear()
+        company.pass_left = None
+        company.run(5)
+        world.join("a", max_model_len=200, max_num_tokens=16)
+        assert world.scheduler.snapshot().speculation.level == "plain"
+        company.run(5)
+    assert company.num_passes == passes
+    before = world.scheduler.snapshot().speculation.goodput["plain"]
+    world.leave("a")
+    company.sessions.clear()
+    world.join("a", max_model_len=199, max_num_tokens=16)  # it may be another one: nobody knows how well it does
+    told = world.scheduler.snapshot().speculation
+    assert told.level == "full"
+    assert told.goodput == {"plain": before}
+
+
+SHORT = {"prompt": 6, "length": 10, "spread": 7}
+
+
+def test_a_server_whose_steps_nearly_all_enter_prompts_learns_too(toy) -> None:
+    """Texts are so short that some stream begins in nearly every step."""
+    plain, stubborn, company = (Machine(toy, s, 16, **SHORT) for s in (PLAIN, STUBBORN, GIVES_WAY))
+    most = plain.run(300)
+    assert plain.num_mixed > 0.9 * len(plain.levels)
+    assert stubborn.run(150) < 0.9 * most
+    assert company.run(150) > 0.75 * most
+    assert company.run(450) > 0.97 * most
+
+
+def test_a_busy_server_keeps_a_gain_that_is_there(toy) -> None:
+    costs = {"pass_s": flat_pass_s, "draft_pass_s": quick_draft_pass_s, "apart": True, **SHORT}
+    plain, stubborn, company = (Machine(toy, s, 16, **costs) for s in (PLAIN, STUBBORN, GIVES_WAY))
+    least, most = plain.run(200), stubborn.run(200)
+    assert stubborn.num_mixed > 0.9 * len(stubborn.levels)
+    assert company.run(200) > 0.94 * most > 1.2 * least
+
+
+def test_a_stream_with_a_number_of_its_own_keeps_nobody_from_learning(toy) -> None:
+    def speed(settings: SchedulerSettings) -> float:
+        company = Machine(toy, settings, 12)
+        world, began = company.world, 0.0
+        for turn in range(240):
+            if all(name in world.ends for name in world.requests if name.startswith("own")):
+                company.begun[f"own {turn}"] = world.now
+                world.add(f"own {turn}", [turn % 23, 1, 2], max_tokens=150, num_speculative_tokens=3)
+            if turn == 80:
+                began, company.num_tokens = world.now, 0
+            company.run(5.0)
+        return company.num_tokens / (world.now - began)
+
+    plain = speed(PLAIN)
+    assert speed(STUBBORN) < 0.9 * plain
+    assert speed(GIVES_WAY) > 0.96 * plain
 
 
 def test_lookup_gives_way_where_its_rows_cost_more_than_they_bring(toy) -> None:

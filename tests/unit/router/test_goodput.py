@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.router.goodput import (
@@ -61,6 +61,7 @@ def test_a_level_is_a_part_of_the_tokens() -> None:
     assert all(num_allowed(0, level) == 0 for level in Level)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 8), st.floats(0.01, 10.0)), min_size=1, max_size=30))
 def test_a_rate_lies_between_its_rounds(rounds) -> None:
     made = Rate()
@@ -81,6 +82,7 @@ def test_a_rate_forgets() -> None:
     assert made.goodput > 2.7
 
 
+@settings(deadline=None)
 @given(st.integers(1, 16), st.floats(0.0, 0.99))
 def test_acceptance_is_found_from_what_rounds_commit(k: int, acceptance: float) -> None:
     found = acceptance_of(k, expected_tokens(k, acceptance))
@@ -95,6 +97,7 @@ def flat(rows: float) -> float:
     return 0.1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 16), st.floats(0.0, 0.9), st.floats(0.0, 0.5))
 def test_a_prediction_for_what_was_measured_is_the_measure(
     streams: int, k: int, acceptance: float, others: float
@@ -222,7 +225,7 @@ class Group:
             if self.behind:
                 self.behind, seconds = self.behind - 1, 2.0 * self.costs(Level.PLAIN, streams)
             self.rounds.append((level, tokens, seconds))
-            self.governor.took(Round(Load(streams, streams), level, streams if k else 0, tokens, seconds))
+            self.governor.took(Round(Load(streams, streams), level, streams, streams if k else 0, tokens, seconds))
         return sum(tokens for _, tokens, _ in self.rounds[first:]) / sum(s for _, _, s in self.rounds[first:])
 
     def _committed(self, k: int) -> int:
@@ -254,11 +257,14 @@ def apart(level: Level, streams: int) -> float:
     return 0.1 + 0.01 * (level is not Level.PLAIN)
 
 
+def tokens_s(costs: Callable[[Level, int], float], streams: int, level: Level, acceptance: float = 0.75) -> float:
+    """Of each stream."""
+    return expected_tokens(num_allowed(K, level), acceptance) / costs(level, streams)
+
+
 def best(costs: Callable[[Level, int], float], streams: int, acceptance: float = 0.75) -> tuple[Level, float]:
     """The level with the most tokens a second, and these."""
-    found = {
-        level: streams * expected_tokens(num_allowed(K, level), acceptance) / costs(level, streams) for level in Level
-    }
+    found = {level: streams * tokens_s(costs, streams, level, acceptance) for level in Level}
     level = max(found, key=found.__getitem__)
     return level, found[level]
 
@@ -271,7 +277,9 @@ def test_the_best_level_is_found_and_trials_cost_little(costs, noise: float, str
     group.run(streams, 400)  # it may take its time to find out
     level, most = best(costs, streams)
     assert group.run(streams, 4000) > 0.97 * most
-    assert group.share(level, 4000) > 0.9 or group.run(streams, 1) > 0  # others may be as good
+    near = [other for other in Level if streams * tokens_s(costs, streams, other) > 0.97 * most]
+    assert level in near
+    assert sum(group.share(other, 4000) for other in near) > 0.9
     assert group.num_switches < 4400 / 40
 
 
@@ -299,6 +307,19 @@ def test_what_one_stream_gave_says_where_many_begin() -> None:
     assert group.share(Level.PLAIN, CAUTIOUS_PAUSE - 10) == 1.0
     group.run(8, 100)
     assert group.share(Level.PLAIN, 100) < 1.0
+
+
+def test_what_is_predicted_to_be_better_but_not_by_much_is_tried_soon() -> None:
+    group = Group(lambda level, streams: 0.1 + 0.045 * num_allowed(K, level) * streams / 8, step_s=flat)
+    group.governor._plain[4] = rate(10.0)
+    group.governor._seen[1] = Seen(1, K, Rate(1.4e6, 0.12e6, 1e6, 10**6))  # 11.7 a second
+    group.run(8, FIRST_PAUSE - 2)
+    assert group.share(Level.PLAIN, FIRST_PAUSE - 2) == 1.0
+    group.run(8, 30)
+    assert group.share(Level.PLAIN, 30) < 0.8
+
+
+def test_where_speculation_gave_much_many_begin_with_it() -> None:
     other = Group(apart, step_s=flat)
     other.run(1, 10)
     other.idle()
@@ -362,12 +383,49 @@ def test_loads_that_change_all_the_time_do_not_make_it_flap() -> None:
     assert group.share(Level.PLAIN, 800) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("many", "few"),
+    [((9, 6), (8, 2)), ((17, 5), (16, 1)), ((17, 8), (16, 1)), ((20, 5), (12, 3)), ((12, 5), (7, 2)), ((8, 6), (0, 1))],
+)
+def test_loads_that_change_before_a_trial_is_over_are_learned_all_the_same(many, few) -> None:
+    """A new load begins with speculation, which is slower here: it must not stay with it for ever."""
+    group, turn = Group(shared), [(streams, count) for streams, count in (many, few) if streams]
+    assert best(shared, many[0])[0] is Level.PLAIN
+    plain_s = sum(count * shared(Level.PLAIN, streams) for streams, count in turn)
+    plain = sum(streams * count for streams, count in turn) / plain_s
+
+    def speed(num_turns: int) -> float:
+        """In times of plain decoding."""
+        first = len(group.rounds)
+        for _ in range(num_turns):
+            for streams, count in (many, few):
+                group.run(streams, count) if streams else group.idle()
+        rounds = group.rounds[first:]
+        return sum(tokens for _, tokens, _ in rounds) / sum(seconds for _, _, seconds in rounds) / plain
+
+    assert speed(100) > 0.9
+    assert speed(300) > 0.96
+
+
+def test_a_load_stays_in_its_class_until_it_is_clearly_outside() -> None:
+    assert Load(17, 17).is_about(Load(16, 16).size_class)
+    assert Load(16, 16).is_about(Load(17, 17).size_class)
+    assert not Load(18, 18).is_about(Load(16, 16).size_class)
+    assert not Load(17, 1).is_about(Load(16, 16).size_class)
+    assert [count for count in range(9) if Load(count, 3).is_about(Load(3, 3).size_class)] == [2, 3, 4, 5]
+    assert not Load(2, 2).is_about(Load(1, 1).size_class)
+    assert not Load(1, 1).is_about(Load(2, 2).size_class)
+    assert not Load(0, 0).is_about(Load(1, 1).size_class)
+    for count in range(1, 70):
+        assert Load(count, count).is_about(Load(count, count).size_class)
+
+
 def test_requests_that_cannot_speculate_tell_what_plain_decoding_gives() -> None:
     governor = Governor()
     governor.decide(Load(8, 0), K, lambda: StepFacts(line))
     assert governor.level is Level.FULL
     for _ in range(FEWEST_ROUNDS):
-        governor.took(Round(Load(8, 0), Level.FULL, 0, 8, 0.1))
+        governor.took(Round(Load(8, 0), Level.FULL, 8, 0, 8, 0.1))
     governor.decide(Load(8, 8), K, lambda: StepFacts(line))
     assert governor.snapshot().goodput["plain"] == pytest.approx(10.0)
 
@@ -387,7 +445,7 @@ def test_why_is_told() -> None:
 def test_rounds_of_another_level_or_load_teach_nothing() -> None:
     governor = Governor()
     governor.decide(Load(8, 8), K, lambda: StepFacts(line))
-    for done in (Round(Load(4, 4), Level.FULL, 4, 4, 1.0), Round(Load(8, 8), Level.HALF, 8, 8, 1.0)):
+    for done in (Round(Load(3, 3), Level.FULL, 3, 3, 3, 1.0), Round(Load(8, 8), Level.HALF, 8, 8, 8, 1.0)):
         for _ in range(100):
             governor.took(done)
             assert governor.decide(Load(8, 8), K, lambda: StepFacts(line)) is Level.FULL
