@@ -46,5 +46,6 @@ def test_with_one_that_does_not_start(tmp_path: Path) -> None:
 def test_with_one_that_refuses_what_it_says_is_quoted(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None
-    refuse = f'case "$*" in *ops.cpp*) echo "ops.cpp:7:1: error: not today" >&2; exit 1;; *) exec {compiler} "$@";; esac'
-    assert build_with(a_compiler(tmp_path / "c++", refuse), tmp_path) == "ops.cpp:7:1: error: not today"
+    refuse = 'echo "ops.cpp:7:1: error: not today" >&2; exit 1'
+    script = f'case "$*" in *ops.cpp*) {refuse};; *) exec {compiler} "$@";; esac'
+    assert build_with(a_compiler(tmp_path / "c++", script), tmp_path) == "ops.cpp:7:1: error: not today"
