@@ -18,6 +18,7 @@ from outrider_testbed import Case, Cluster, Relay, Testbed, run_all, run_in_turn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+FEWEST_SERVED = 6  # streams of each of two drafts, of sixteen in all
 EXTRA_S = 0.25  # makes a step of sixteen streams long beside the time that a draft needs, on a busy machine too
 
 
@@ -96,10 +97,13 @@ def run_with_delay(testbed: Testbed, target: Any, delay_s: float) -> Run:
         cluster = stack.enter_context(testbed.cluster(target, addresses))
         target.leader.call("step_times")
         served: dict[str, set[int]] = {name: set() for name in drafts}
+        next_look = 80
 
         def look(num_tokens: int) -> None:
-            if num_tokens < 80 or any(served.values()):
+            nonlocal next_look  # a draft far away hears of its streams late: both are looked at until they have them
+            if num_tokens < next_look or all(len(streams) >= FEWEST_SERVED for streams in served.values()):
                 return
+            next_look = num_tokens + 16
             for name, draft in drafts.items():
                 for tokens in draft.host.call("session_tokens"):
                     served[name] |= {i for i, case in enumerate(cases) if tuple(tokens[:4]) == case.prompt}
@@ -144,10 +148,11 @@ def test_a_delayed_draft(
     run = run_with_delay(testbed, slow_target, steps * undelayed.step_s)
     describe(f"delayed by {steps} steps", run)
     nothing_is_lost(run.completions, sixteen(), plain)
-    assert len(run.on_time) >= 6, "the drafts did not share the streams"
-    assert len(run.delayed) >= 6
+    assert len(run.on_time) >= FEWEST_SERVED, "the drafts did not share the streams"
+    assert len(run.delayed) >= FEWEST_SERVED
     late = run.drafts["tiny-2"]
-    assert late["num_accepted_tokens"] > 0
+    if steps < 5:  # whether anything still fits that began five tokens ago is chance
+        assert late["num_accepted_tokens"] > 0
     assert late["proposal_ms"] > 1e3 * steps * undelayed.step_s, "the relay did not delay: nothing was proven"
     # The others: as many tokens a step as ever, and no step waited for the late draft.
     assert run.tokens_per_step(run.on_time) > 0.7 * undelayed.tokens_per_step(run.on_time)
