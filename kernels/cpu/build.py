@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-parameter")
 HERE = Path(__file__).parent
+# What building an operator ends with where the machine cannot; a compiler that fails itself is among it.
+BUILD_ERRORS = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
 
 @contextlib.contextmanager
@@ -83,7 +85,7 @@ def build_module() -> ModuleType | None:
     try:
         with build_place(name):
             module: ModuleType = load(name, [str(HERE / "ops.cpp")], extra_cflags=list(FLAGS), verbose=False)
-    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+    except BUILD_ERRORS as error:
         logger.warning("no compiled CPU kernels, torch's take their place: %s", reason_of(error))
         return None
     if not module.instruction_sets():

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.build import build_place
+from outrider.kernels.cpu.build import BUILD_ERRORS, build_place, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def build_operator() -> bool:
         if int(module.vector_kernel_level()) >= 1:
             return True
         logger.warning("no shared-memory all-reduce: the processor lacks AVX2")
-    except (RuntimeError, OSError) as error:
-        logger.warning("no shared-memory all-reduce: %s", " ".join(str(error).split())[:300])
+    except BUILD_ERRORS as error:
+        logger.warning("no shared-memory all-reduce: %s", reason_of(error))
     deepspeed.ops.__compatible_ops__[builder.NAME] = False  # or DeepSpeed would try again by itself, and fail
     return False
 
