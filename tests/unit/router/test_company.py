@@ -166,27 +166,15 @@ class Machine:
                 self.num_mixed += any(part.num_text_tokens > 1 for part in plan.sequences)
                 self.levels.append(world.scheduler.snapshot().speculation.level)
             self._draft()
-            both = self.step_left is not None and self.pass_left is not None and not self.apart
-            speed = 0.5 if both else 1.0
-            ends = [left / speed for left in (self.step_left, self.pass_left) if left is not None]
-            if self.step_left is None:
-                wakeup = world.scheduler.next_wakeup(world.now)
-                assert wakeup is not None
-                ends.append(max(0.0, wakeup - world.now))
-            passed = min(ends)
-            world.now += passed
-            if self.pass_left is not None:
-                self.pass_left -= speed * passed
-                if self.pass_left <= 1e-9:
-                    self._drafted()
-            if self.step_left is not None:
-                self.step_left -= speed * passed
-                if self.step_left <= 1e-9:
-                    self.step_left = None
-                    committed = world.finish()
-                    self.num_tokens += sum(len(commit.tokens) for commit in committed)
-                    first = [commit for commit in committed if commit.position == self.prompt]
-                    self.first_tokens += [world.now - self.begun[commit.request_id] for commit in first]
+            self.step_left, self.pass_left = self.toy.advance(world, self.step_left, self.pass_left, apart=self.apart)
+            if self.pass_left is not None and self.pass_left <= 1e-9:
+                self._drafted()
+            if self.step_left is not None and self.step_left <= 1e-9:
+                self.step_left = None
+                committed = world.finish()
+                self.num_tokens += sum(len(commit.tokens) for commit in committed)
+                first = [commit for commit in committed if commit.position == self.prompt]
+                self.first_tokens += [world.now - self.begun[commit.request_id] for commit in first]
         world.scheduler.check_integrity()
         return (self.num_tokens - before) / (world.now - began)
 

@@ -45,18 +45,7 @@ class SharedProcessor:
         while world.now < seconds:
             if self.step_left is None and world.start() is not None:
                 self.step_left = STEP_S
-            speed = 0.5 if self.step_left is not None and self.draft_left is not None and not self.apart else 1.0
-            ends = [left / speed for left in (self.step_left, self.draft_left) if left is not None]
-            if self.step_left is None:
-                wakeup = world.scheduler.next_wakeup(world.now)
-                assert wakeup is not None
-                ends.append(max(0.0, wakeup - world.now))
-            passed = min(ends)
-            world.now += passed
-            if self.draft_left is not None:
-                self.draft_left -= speed * passed
-            if self.step_left is not None:
-                self.step_left -= speed * passed
+            self.step_left, self.draft_left = self.toy.advance(world, self.step_left, self.draft_left, apart=self.apart)
             if self.draft_left is not None and self.draft_left <= 1e-9:
                 (session_id, proposal), self.draft_left = self.proposal, None
                 world.scheduler.draft_proposed("a", session_id, proposal, world.now)
