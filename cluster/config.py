@@ -164,7 +164,7 @@ class RouterConfig(_Section):
     enable_prefix_caching: bool = True
     # How many times as long a step may take for the rows of prompts that are entered beside running streams; 0 for no
     # limit. At least 16 such rows run in any case, and more where many requests enter beside few that run. Steps
-    # scatter: with 1.75 the 99th percentile of the gaps that running streams see is about twice that without prompts.
+    # scatter: with 1.75 the 99th percentile of what running streams wait stays below twice that without prompts.
     max_prefill_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.75
     # Whether the next step may be planned while one runs, where nobody is drafted for: less time between the steps, but
     # a request that comes in the last 10 ms of a step waits for one more.

@@ -70,7 +70,6 @@ class UnitProduct {
   void finish(const Scratch&) const { amx::release(); }
 
  private:
-
   int64_t rows_of(int64_t block) const { return std::min(amx::kTileRows, n_ - block * amx::kTileRows); }
 
   const uint16_t* inputs(int64_t block, int64_t step) const {

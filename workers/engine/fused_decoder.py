@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ class FusedDecoder(nn.Module):
         self.embed_tokens = embedding
         self.rotary_emb = rotary
         self.layers = nn.ModuleList(blocks)
-        self._blocks = blocks
         self.norm = norm
         windows = {block.attention.shape.sliding_window for block in blocks} - {None}
         self._sliding_window = min(windows, default=None)  # type: ignore[type-var]
@@ -44,8 +43,8 @@ class FusedDecoder(nn.Module):
     def blocks_changed(self) -> None:
         """Take the blocks as they are now."""
         if not any(isinstance(module, RowParallelLinear) for module in self.modules()):
-            blocks = [block.native for block in self._blocks]
-            self._stack = self.norm.kernels.stack(blocks, self.norm.native)
+            blocks = cast(Iterable[FusedBlock], self.layers)
+            self._stack = self.norm.kernels.stack([block.native for block in blocks], self.norm.native)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> DecoderOutput:
         """input_ids, position_ids [1, rows]"""
